@@ -1,0 +1,193 @@
+"""DeepSpeed's engine with ZeRO 0-3 over the data group and our own tensor parallelism.
+
+Who does what:
+
+- DeepSpeed averages gradients over the data group, partitions optimizer state (ZeRO ≥ 1), gradients (≥ 2) and
+  parameters (3), and, for Adam under ZeRO ≥ 1, clips the global norm. It learns of the tensor group through an `mpu` object and
+  the `tensor_model_parallel` mark on parameters.
+- The optimizer is ours (`optimizers.py`); the per-tensor clip is part of it.
+- At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the global
+  clip are ours in float32, and half precision runs as ZeRO 1, which is the same arithmetic with the state split.
+
+`gradient_clipping` is always passed: DeepSpeed's own default clips at 1.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_allattn.config import RunConfig
+from megatron_allattn.config.ds_config import load_deepspeed_json
+from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.optimizers import build_optimizer, clip_gradients, gradient_norm
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.groups import ALONE, Groups
+
+
+@dataclass(frozen=True)
+class Mpu:
+    """What DeepSpeed asks about our process groups (Megatron-LM's names for them)."""
+
+    groups: Groups
+
+    def get_model_parallel_rank(self) -> int:
+        return self.groups.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.groups.tensor.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.groups.tensor.handle
+
+    def get_data_parallel_rank(self) -> int:
+        return self.groups.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.groups.data.size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.groups.data.handle
+
+
+def import_deepspeed(verbose: bool) -> Any:
+    """DeepSpeed, quiet unless `verbose`, without the start-up build of its shared-memory collective.
+
+    That build takes most of a minute on a CPU machine, and a process killed during it leaves a lock on which every
+    later run hangs.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    level = logging.INFO if verbose else logging.ERROR
+    os.environ.setdefault("DS_LOG_LEVEL", logging.getLevelName(level).lower())
+    import deepspeed  # noqa: PLC0415  (it must see the environment set above)
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
+    logging.getLogger("DeepSpeed").setLevel(level)
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    return deepspeed
+
+
+class DeepSpeedEngine(Engine):
+    """See `Engine`; the default process group is initialized and `groups` are made from it."""
+
+    def __init__(
+        self, network: Network, run: RunConfig, groups: Groups, device: torch.device, dtype: torch.dtype, fused: FusedOps
+    ) -> None:
+        super().__init__(network, run, groups, device, dtype, fused)
+        deepspeed = import_deepspeed(run.logging.deepspeed_verbose)
+        half = dtype in (torch.bfloat16, torch.float16)
+        self.zero_stage, settings = self._settings(half)
+        partition = groups.data if self.zero_stage else ALONE
+        self._clip_here = run.optimizer.optimizer == "adam" and self.zero_stage == 0
+        self.optimizer = build_optimizer(run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused)
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        self.engine, *_ = deepspeed.initialize(
+            model=network.to(device), optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
+        )
+        self._deepspeed = deepspeed
+        self._allocate_state()
+
+    def _settings(self, half: bool) -> tuple[int, dict[str, Any]]:
+        """The ZeRO stage that runs and DeepSpeed's configuration: the JSON's part, and what RunConfig decides."""
+        run = self.run
+        settings = load_deepspeed_json(run, self.groups.layout.world_size)
+        zero = settings.setdefault("zero_optimization", {})
+        if half:
+            zero["stage"] = max(1, zero.get("stage", 0))  # see the module's docstring
+        stage = int(zero.get("stage", 0))
+        clips = run.optimizer.optimizer == "adam" and stage > 0
+        settings |= {
+            "train_batch_size": run.training.global_batch_size,
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.num_slots,
+            "gradient_clipping": run.optimizer.clip_grad if clips else 0.0,
+            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "fp16": {"enabled": self.dtype == torch.float16},
+        }
+        return stage, settings
+
+    def _allocate_state(self) -> None:
+        """Give the optimizer its state now, so that a checkpoint can be loaded before the first step."""
+        zero = self.engine.optimizer
+        if self.zero_stage == 0:
+            self.optimizer.ensure_state(self.network.parameters())
+        elif self.zero_stage == 3:
+            self.optimizer.ensure_state(zero.fp32_partitioned_groups_flat)
+        else:
+            self.optimizer.ensure_state(zero.single_partition_of_fp32_groups)
+            zero._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.optimizer.state_names
+
+    def _loss_scale(self) -> float:
+        return float(self.engine.optimizer.loss_scale) if self.dtype == torch.float16 else 1.0
+
+    def _local_spans(self) -> Tensor:
+        if self.zero_stage < 3:
+            return super()._local_spans()
+        with self._deepspeed.zero.GatheredParameters(self.network.span_parameters()):
+            return super()._local_spans()
+
+    def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
+        return self.engine(inputs, context, targets)
+
+    def _run_micro_batch(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
+        loss = self._forward(inputs, targets, context).mean()
+        self.engine.backward(loss)
+        if context.cache is not self.slots[-1]:
+            self.engine.step()  # between boundaries: DeepSpeed's own counting only
+        return loss.detach()
+
+    def _optimizer_step(self, lr: float, step: int) -> float:
+        for group in self.optimizer.param_groups:
+            group.update(lr=lr, step=step)
+        if self.zero_stage:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        norm = gradient_norm(self.network, self.groups.tensor, self.fused)
+        if self._clip_here and self.run.optimizer.clip_grad:
+            clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
+        self.engine.step()
+        return norm.item()
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if self.zero_stage == 0:
+            return parameter.detach()
+        return self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+
+    def _set_master(self, parameter: nn.Parameter, local: Tensor) -> None:
+        if self.zero_stage == 3:
+            with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.copy_(local)
+        else:
+            with torch.no_grad():
+                parameter.copy_(local)
+        if self.zero_stage:
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, local.float())
+
+    def _state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        if self.zero_stage == 0:
+            return self.optimizer.state[parameter][name]
+        return self._deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
+
+    def _set_state(self, parameter: nn.Parameter, name: str, local: Tensor) -> None:
+        if self.zero_stage == 0:
+            self.optimizer.state[parameter][name].copy_(local)
+        else:
+            self._deepspeed.utils.safe_set_full_optimizer_state(parameter, local, name)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        if self.zero_stage == 0:
+            assert parameter.grad is not None
+            return parameter.grad
+        return self._deepspeed.utils.safe_get_full_grad(parameter)

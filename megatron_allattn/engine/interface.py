@@ -1,0 +1,240 @@
+"""One small interface over the engines that train a network.
+
+An engine owns the optimizer and the caches. It is given this rank's streams of a step as one block [S, M] (S = slots ×
+micro-batch size), cuts it into micro-batch slots, runs them, and makes one update. `PlainEngine` is PyTorch alone (any
+precision; one process or a TP × DP grid); `DeepSpeedEngine` brings ZeRO.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_allattn.config import RunConfig
+from megatron_allattn.config.rules import batch_shape
+from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.network import Network
+from megatron_allattn.model.span import span_in_tokens, window_length
+from megatron_allattn.parallel.collectives import all_gather, all_reduce, gather_to_first
+from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.layout import streams_of
+from megatron_allattn.parallel.logical import LogicalTensor
+from megatron_allattn.parallel.random import DropoutKeys
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update reports. loss: nats per token, averaged over the global batch; grad_norm: before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How far heads look back, and what follows from it.
+
+    windows: W of every layer; z: [layers, heads] on the CPU, None with a fixed span; tokens: float64 [layers, heads], how
+    many tokens each head looks back, ramp included.
+    """
+
+    windows: tuple[int, ...]
+    z: Tensor | None
+    tokens: Tensor
+
+
+ReadTensor = Callable[[str], Tensor]  # the full logical tensor of this name, on the CPU
+
+
+def _joined(parts: list[Tensor] | None) -> Tensor | None:
+    return None if parts is None else torch.cat(parts).cpu()
+
+
+class Engine(ABC):
+    """A network, its optimizer and its caches on this rank. Every method is collective over all ranks."""
+
+    zero_stage = 0  # the ZeRO stage that runs
+
+    def __init__(
+        self, network: Network, run: RunConfig, groups: Groups, device: torch.device, dtype: torch.dtype, fused: FusedOps
+    ) -> None:
+        self.network, self.run, self.groups = network, run, groups
+        self.device, self.dtype, self.fused = device, dtype, fused
+        shape = batch_shape(run, groups.layout.world_size)
+        self.micro_batch_size, self.num_slots = shape.micro_batch_size, shape.accumulation_steps
+        self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
+
+    def _new_slot(self, batch_size: int) -> CacheSlot:
+        model = self.network.config
+        return CacheSlot(model.num_layers, batch_size, model.hidden_size, self.dtype, self.device)
+
+    @property
+    def streams(self) -> range:
+        """The global streams of this data rank."""
+        size = self.micro_batch_size * self.num_slots
+        return range(self.groups.data.rank * size, (self.groups.data.rank + 1) * size)
+
+    def spans(self) -> Spans:
+        """Today's spans of all heads of all layers: one gather over the tensor group and one read by the host."""
+        model = self.network.config
+        if not model.adaptive_span:
+            full = torch.full((model.num_layers, model.num_attention_heads), model.max_attention_span, dtype=torch.float64)
+            return Spans((model.max_attention_span,) * model.num_layers, None, full)
+        z = torch.cat(all_gather(self._local_spans().detach(), self.groups.tensor), dim=1).cpu()
+        windows = (window_length(layer, model.max_attention_span, model.span_ramp) for layer in z.amax(dim=1).tolist())
+        return Spans(tuple(windows), z, span_in_tokens(z, model.max_attention_span, model.span_ramp))
+
+    def _local_spans(self) -> Tensor:
+        """z of the local heads, [layers, H_local]."""
+        return torch.stack([z.flatten() for z in self.network.span_parameters()])
+
+    def forward_backward(self, inputs: np.ndarray, targets: np.ndarray, step: int, spans: Spans) -> float:
+        """Accumulate the gradients of the step's micro-batches; inputs, targets: [S, M] of this rank's streams.
+
+        Returns the loss averaged over the global batch. The caches' next state is written, not committed.
+        """
+        losses = []
+        for index, slot in enumerate(self.slots):
+            rows = slice(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
+            context = BlockContext(
+                windows=spans.windows,
+                cache=slot,
+                dropout_keys=self._dropout_keys(index, step),
+                loss_scale=self._loss_scale() / self.num_slots,
+            )
+            losses.append(self._run_micro_batch(self._tensor(inputs[rows]), self._tensor(targets[rows]), context))
+        return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
+
+    def update(self, lr: float, step: int) -> float:
+        """One optimizer step (number `step`, from 1) and the caches' commit. Returns the gradient norm before clipping."""
+        norm = self._optimizer_step(lr, step)
+        for slot in self.slots:
+            slot.commit(self.run.training.seq_length)
+        return norm
+
+    def train_step(self, inputs: np.ndarray, targets: np.ndarray, step: int, lr: float, spans: Spans) -> StepResult:
+        """`forward_backward` and `update`."""
+        loss = self.forward_backward(inputs, targets, step, spans)
+        return StepResult(loss, self.update(lr, step))
+
+    def clear_caches(self) -> None:
+        """The streams restart: forget what came before."""
+        for slot in self.slots:
+            slot.clear()
+
+    def new_evaluation_slot(self, batch_size: int) -> CacheSlot:
+        """Empty caches for an evaluation that must not touch the training streams."""
+        return self._new_slot(batch_size)
+
+    @torch.no_grad()
+    def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
+        """Sum of nats over a block [B, M] of this rank's evaluation streams, float64 scalar; commits `slot`."""
+        context = BlockContext(windows=spans.windows, cache=slot, dropout_keys=None)
+        total = self._forward(self._tensor(inputs), self._tensor(targets), context).double().sum()
+        slot.commit(inputs.shape[1])
+        return total
+
+    def weights(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
+        """Every weight as a full float32 (float64 in a float64 run) logical tensor on the CPU, one at a time."""
+        for logical, parameter in self.network.logical_parameters():
+            yield logical, self._join(logical, self._master(parameter))
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every piece of optimizer state as a full logical tensor, named WEIGHT/STATE, one at a time."""
+        for logical, parameter in self.network.logical_parameters():
+            for name in self.state_names:
+                yield f"{logical.name}/{name}", self._join(logical, self._state(parameter, name))
+
+    def load(self, weight: ReadTensor, state: ReadTensor | None = None) -> None:
+        """Set every weight, and the optimizer's state when given, from full logical tensors read by name, one at a time."""
+        for logical, parameter in self.network.logical_parameters():
+            self._set_master(parameter, self._shard(logical, weight(logical.name)))
+            for name in self.state_names if state is not None else ():
+                assert state is not None
+                self._set_state(parameter, name, self._shard(logical, state(f"{logical.name}/{name}")))
+
+    def caches(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every layer's cache of all global streams, [streams, C, D] in stream order, on the first rank (None elsewhere)."""
+        for layer in range(self.network.config.num_layers):
+            local = torch.cat([slot.read(layer) for slot in self.slots])
+            yield f"layers.{layer}.cache", _joined(gather_to_first(local, self.groups.data))
+
+    def load_caches(self, cache: ReadTensor, length: int) -> None:
+        """Set the caches of this rank's streams from those of all streams; length: tokens passed since the streams' start."""
+        layers = [cache(f"layers.{layer}.cache") for layer in range(self.network.config.num_layers)]
+        for index, slot in enumerate(self.slots):
+            first = self.streams.start + index * self.micro_batch_size
+            rows = slice(first, first + self.micro_batch_size)
+            slot.restore([layer[rows].to(self.device, self.dtype, copy=True) for layer in layers], length)
+
+    def gradients(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
+        """Every gradient as a full logical tensor; only between `forward_backward` and `update`."""
+        for logical, parameter in self.network.logical_parameters():
+            yield logical, self._join(logical, self._gradient(parameter))
+
+    def _join(self, logical: LogicalTensor, local: Tensor) -> Tensor:
+        shards = all_gather(local, self.groups.tensor) if logical.shard_dim is not None else [local]
+        return logical.join(shards).cpu()
+
+    def _shard(self, logical: LogicalTensor, full: Tensor) -> Tensor:
+        return logical.shard(full, self.groups.tensor.rank, self.groups.tensor.size).to(self.device)
+
+    def _tensor(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device)
+
+    def _dropout_keys(self, slot: int, step: int) -> DropoutKeys:
+        streams = streams_of(
+            self.groups.data.rank,
+            slot,
+            data_size=self.groups.data.size,
+            micro_batch_size=self.micro_batch_size,
+            num_slots=self.num_slots,
+        )
+        ids = torch.tensor(streams, dtype=torch.int32, device=self.device)
+        return DropoutKeys(self.run.training.seed, step, ids)
+
+    @property
+    @abstractmethod
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors."""
+
+    @abstractmethod
+    def _loss_scale(self) -> float:
+        """The factor, beside 1 / slots, by which the main loss is scaled before backward."""
+
+    @abstractmethod
+    def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
+        """Nats per target [B, M]."""
+
+    @abstractmethod
+    def _run_micro_batch(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
+        """Forward and backward of one micro-batch; its mean loss, detached."""
+
+    @abstractmethod
+    def _optimizer_step(self, lr: float, step: int) -> float:
+        """Clip, update, clear gradients; the norm before clipping."""
+
+    @abstractmethod
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """This tensor-parallel shard's full-precision value, whole over the data group."""
+
+    @abstractmethod
+    def _set_master(self, parameter: nn.Parameter, local: Tensor) -> None:
+        """Set the shard's value, compute copy included."""
+
+    @abstractmethod
+    def _state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """This shard's optimizer state, whole over the data group."""
+
+    @abstractmethod
+    def _set_state(self, parameter: nn.Parameter, name: str, local: Tensor) -> None:
+        """Set the shard's optimizer state."""
+
+    @abstractmethod
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """This shard's accumulated gradient, averaged over the data group."""

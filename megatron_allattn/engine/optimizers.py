@@ -1,0 +1,189 @@
+"""Adagrad as the paper's code has it, and Adam, for whole parameters and for ZeRO's flat partitions alike.
+
+Neither keeps a step count: whoever steps it sets `lr` (and Adam's `step`, the number of this update, from 1) in every
+parameter group first. State is elementwise and has the shape of what it belongs to, so that a checkpoint can
+hold it as logical tensors. Spans are clamped to [0, 1] here because clamping is elementwise too.
+
+They derive from `torch.optim.Optimizer` on purpose: DeepSpeed silently replaces subclasses of `torch.optim.Adagrad`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_allattn.config import OptimizerConfig
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.collectives import all_reduce
+from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.logical import logical_of
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether this rank holds only a part of the logical tensor."""
+    return bool(parameter.tensor_model_parallel)  # type: ignore[attr-defined]
+
+
+def parameter_groups(network: Network, *, one_tensor_each: bool) -> list[dict[str, Any]]:
+    """Parameter groups with the keys `params`, `decay`, `span` and `sharded`.
+
+    Weight decay spares vectors (biases, norms) and spans, as in Megatron-LM. `one_tensor_each` keeps logical tensors apart
+    in ZeRO's flat buffers, which a per-tensor norm needs.
+    """
+    spans = {id(parameter) for parameter in network.span_parameters()}
+    groups: dict[Any, dict[str, Any]] = {}
+    for logical, parameter in network.logical_parameters():
+        span, sharded = id(parameter) in spans, is_sharded(parameter)
+        decay = len(logical.shape) > 1 and not span
+        key = logical.name if one_tensor_each else (decay, span)
+        groups.setdefault(key, {"params": [], "decay": decay, "span": span, "sharded": sharded})["params"].append(parameter)
+    return list(groups.values())
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """What both share: eager state, the clamp of spans."""
+
+    state_names: tuple[str, ...]
+
+    def ensure_state(self, tensors: Iterable[Tensor]) -> None:
+        """Give every tensor its (zero) state now rather than at the first step."""
+        for tensor in tensors:
+            for name in self.state_names:
+                if name not in self.state[tensor]:
+                    self.state[tensor][name] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+
+    def _work(self) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+        """(group, tensors, gradients) of every group that has gradients."""
+        work = []
+        for group in self.param_groups:
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            if tensors:
+                self.ensure_state(tensors)
+                work.append((group, tensors, [tensor.grad for tensor in tensors]))
+        return work
+
+    def _states(self, tensors: list[Tensor], name: str) -> list[Tensor]:
+        return [self.state[tensor][name] for tensor in tensors]
+
+    @staticmethod
+    def _clamp(group: dict[str, Any], tensors: list[Tensor]) -> None:
+        if group["span"]:
+            torch._foreach_clamp_min_(tensors, 0.0)
+            torch._foreach_clamp_max_(tensors, 1.0)
+
+
+class Adagrad(_Optimizer):
+    """Adagrad (Duchi et al. 2011) whose step, per logical tensor, is scaled by min(1, clip / ‖g‖).
+
+        sum ← sum + g²          p ← p − lr · min(1, clip / ‖g‖) · g / (√sum + 1e-10)
+
+    The accumulator takes the raw gradient, as in the paper's published code. ‖g‖ is the norm of the whole logical tensor:
+    partial squares are summed over `partition` (the ranks that hold the rest of a ZeRO partition) and, for sharded
+    tensors, over `tensor`, each in one all-reduce for all tensors of a call. clip = 0 turns it off. With a
+    clip, every group holds exactly one tensor. weight decay: g ← g + decay · p first, as in `torch.optim.Adagrad`.
+    """
+
+    state_names = ("sum",)
+
+    def __init__(
+        self, groups: list[dict[str, Any]], clip: float, weight_decay: float, tensor: Group, partition: Group, fused: FusedOps
+    ) -> None:
+        assert clip == 0.0 or all(len(group["params"]) == 1 for group in groups)
+        super().__init__(groups, {"lr": 0.0})
+        self.clip, self.weight_decay, self.fused = clip, weight_decay, fused
+        self.tensor_group, self.partition = tensor, partition
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        work = self._work()
+        for group, tensors, grads in work:
+            if group["decay"] and self.weight_decay:
+                grads[:] = torch._foreach_add(grads, tensors, alpha=self.weight_decay)
+        scales = self._scales(work) if self.clip else None
+        for index, (group, tensors, grads) in enumerate(work):
+            sums = self._states(tensors, "sum")
+            torch._foreach_addcmul_(sums, grads, grads)
+            denominators = torch._foreach_sqrt(sums)
+            torch._foreach_add_(denominators, 1e-10)
+            steps = torch._foreach_div(grads, denominators)
+            if scales is not None:
+                steps = [step * scales[index].to(step.dtype) for step in steps]
+            torch._foreach_add_(tensors, steps, alpha=-group["lr"])
+            self._clamp(group, tensors)
+
+    def _scales(self, work: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]) -> Tensor:
+        """min(1, clip / ‖g‖) of every group, float64 [groups]."""
+        squares = torch.stack([self.fused.squared_norm(grads) for _, _, grads in work])
+        all_reduce(squares, self.partition)
+        sharded = torch.tensor([group["sharded"] for group, _, _ in work], device=squares.device)
+        if self.tensor_group.size > 1 and bool(any(group["sharded"] for group, _, _ in work)):
+            squares[sharded] = all_reduce(squares[sharded], self.tensor_group)
+        return (self.clip / (squares.sqrt() + 1e-10)).clamp(max=1.0)
+
+
+class Adam(_Optimizer):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019).
+
+    The global clip is applied before it, by the engine. Bias correction uses the group's `step`.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "step": 1})
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        beta1, beta2 = self.betas
+        for group, tensors, grads in self._work():
+            lr, step = group["lr"], group["step"]
+            averages, squares = self._states(tensors, "exp_avg"), self._states(tensors, "exp_avg_sq")
+            if group["decay"] and self.weight_decay:
+                torch._foreach_mul_(tensors, 1.0 - lr * self.weight_decay)
+            torch._foreach_lerp_(averages, grads, 1.0 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, value=1.0 - beta2)
+            denominators = torch._foreach_sqrt(squares)
+            torch._foreach_div_(denominators, (1.0 - beta2**step) ** 0.5)
+            torch._foreach_add_(denominators, self.eps)
+            torch._foreach_addcdiv_(tensors, averages, denominators, value=-lr / (1.0 - beta1**step))
+            self._clamp(group, tensors)
+
+
+Optimizer = Adagrad | Adam
+
+
+def build_optimizer(
+    config: OptimizerConfig, network: Network, *, tensor: Group, partition: Group, fused: FusedOps
+) -> Optimizer:
+    """The run's optimizer over the network's parameters. `partition`: the ranks that share a ZeRO partition's tensors."""
+    if config.optimizer == "adagrad":
+        groups = parameter_groups(network, one_tensor_each=config.clip_grad > 0)
+        return Adagrad(groups, config.clip_grad, config.weight_decay, tensor, partition, fused)
+    groups = parameter_groups(network, one_tensor_each=False)
+    return Adam(groups, (config.adam_beta1, config.adam_beta2), config.adam_eps, config.weight_decay)
+
+
+def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
+    """Norm of all gradients as logical tensors (replicated ones counted once), float64 scalar, equal on all ranks."""
+    replicated, sharded = [], []
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            (sharded if is_sharded(parameter) else replicated).append(parameter.grad)
+    square = fused.squared_norm(replicated)
+    if sharded:
+        square = square + all_reduce(fused.squared_norm(sharded), tensor)
+    return square.sqrt()
+
+
+def clip_gradients(network: Network, norm: Tensor, clip: float) -> None:
+    """Scale all gradients by min(1, clip / norm), the global clip of `torch.nn.utils.clip_grad_norm_` without its 1e-6."""
+    scale = (clip / norm).clamp(max=1.0)
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+
+

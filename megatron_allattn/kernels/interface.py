@@ -1,0 +1,85 @@
+"""What every attention backend computes, and from what.
+
+    s_tc = q_t · (k_c + u_{t−c})          for the W positions c before t
+    s_ti = q_t · k'_i                     for the N persistent vectors (already scaled by √d_h)
+    ã    = softmax over both sets of s / √d_h, times m_z(t − c) on the context
+    a    = dropout(ã / (Σ ã + 1e-8))
+    y_t  = Σ_c a_tc (v_c [+ u_{t−c}]) + Σ_i a_ti v'_i          (v' already scaled by √N)
+
+(equations 3, 8 and 9 of the paper, with the span mask of its section 4.3 and the details of its published code.) A token
+attends to the positions before it, never to itself. Which positions are projected for which head is a backend's
+business; today's K and V of cached positions are always made from cached hidden states with today's weights.
+
+Shape letters: B streams, M block, C cached positions, W window, D hidden size, H local heads, K head size, N persistent
+vectors, L maximum span.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_allattn.parallel.random import DropoutKeys
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's local weights. `query`, `key`, `value` [H·K, D]; `persistent_key` [H, K, N] and `persistent_value`
+    [H, N, K], scaled, or None for N = 0; `span` z [H, 1, 1] or None for a fixed span; `position_key` u [1, K, L], column j
+    for the distance L − j."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    persistent_key: Tensor | None
+    persistent_value: Tensor | None
+    span: Tensor | None
+    position_key: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What never changes during a run. max_span L and ramp R in tokens; dropout: probability on attention weights."""
+
+    max_span: int
+    ramp: int
+    position_values: Literal["none", "shared"]
+    empty_cache: Literal["attend", "mask"]
+    dropout: float
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """What changes from call to call.
+
+    window: W, the number of positions before a token that are looked at, equal on all ranks; cached: how many of the cache's
+    last positions hold tokens (the rest, and whatever the cache is too short for, are zeros); heads: int32 [H], the logical
+    ids of the local heads; layer: its index; dropout_keys: None when evaluating.
+    """
+
+    window: int
+    cached: int
+    heads: Tensor
+    layer: int
+    dropout_keys: DropoutKeys | None
+
+
+def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
+    """m_z(x) = clamp((R + z·L + 1 − x) / R, 0, 1) for z [H, 1, 1] and distances x [W] ≥ 1; [H, 1, W].
+
+    The clamp passes gradient at both ends, as the paper's code does: at z = 0 the distance R + 1 has m = 0 and a gradient.
+    """
+    return ((ramp + 1 - distances + span * max_span) / ramp).clamp(0, 1)
+
+
+def check_shapes(block: Tensor, cache: Tensor, weights: LayerWeights, state: BlockState) -> None:
+    """Refuse shapes that no backend could mean. Raises ValueError naming the tensor."""
+    batch, _, hidden = block.shape
+    if cache.shape[0] != batch or cache.shape[2] != hidden:
+        raise ValueError(f"cache {tuple(cache.shape)}: a block {tuple(block.shape)} needs [{batch}, C, {hidden}]")
+    heads, size = len(state.heads), weights.position_key.shape[1]
+    if weights.query.shape != torch.Size((heads * size, hidden)):
+        raise ValueError(f"query weight {tuple(weights.query.shape)}: {heads} heads of {size} need [{heads * size}, {hidden}]")
+    if not 0 < state.window <= weights.position_key.shape[2]:
+        raise ValueError(f"window {state.window}: it must be in 1 … {weights.position_key.shape[2]}, the maximum span")

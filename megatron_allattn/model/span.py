@@ -1,0 +1,70 @@
+"""How far heads look back: the learned span, the window and cache length that follow from it, the span loss.
+
+Each head of an adaptive layer learns one number z ∈ [0, 1] (Sukhbaatar et al. 2019a, *Adaptive attention span*). Its
+mask m_z(x) is 1 up to a distance of z·L + 1, falls to 0 over a ramp of R tokens, and is 0 beyond.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+
+CHUNK = 64  # windows grow in steps of this many tokens, and a cache keeps one step more than its window
+
+
+class AdaptiveSpan(nn.Module):
+    """z of this rank's heads, [H_local, 1, 1], cut over heads; starts at 0. The optimizer clamps it to [0, 1].
+
+    `forward` returns a copy: under ZeRO 3 a parameter's storage is gone once its module's forward is over.
+    """
+
+    def __init__(self, name: str, num_heads: int, group: Group) -> None:
+        super().__init__()
+        self.z = logical_parameter(LogicalTensor(name, (num_heads, 1, 1), 0, Init("constant", 0.0)), group)
+
+    def forward(self) -> Tensor:
+        return self.z.clone()
+
+
+def window_length(z_max: float, max_span: int, ramp: int) -> int:
+    """W: the positions before a token that a layer looks at when its longest head has z_max.
+
+    W = L − 64·⌊(L − min(L, ⌈z_max·L⌉ + R)) / 64⌋, as in the paper's code.
+    """
+    longest = min(max_span, math.ceil(z_max * max_span) + ramp)
+    return max_span - CHUNK * ((max_span - longest) // CHUNK)
+
+
+def cache_length(window: int, max_span: int) -> int:
+    """Positions a layer keeps for the next block: one step more than today's window, so that a span may grow."""
+    return min(max_span, window + CHUNK)
+
+
+def span_in_tokens(z: Tensor, max_span: int, ramp: int) -> Tensor:
+    """How many tokens a head looks back, ramp included: min(L, z·L + R), the number the paper's code logs."""
+    return (z.double() * max_span + ramp).clamp(max=max_span)
+
+
+class _AddSpanLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, z: Tensor, gradient: float) -> Tensor:
+        ctx.shape, ctx.options, ctx.gradient = z.shape, {"dtype": z.dtype, "device": z.device}, gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], torch.full(ctx.shape, ctx.gradient, **ctx.options), None
+
+
+def add_span_loss(hidden: Tensor, z: Tensor, gradient: float) -> Tensor:
+    """`hidden` unchanged; in backward each z of the layer gets `gradient` added.
+
+    The span loss, coefficient · L · (mean of z over the layer's heads), is linear in z, so its gradient is the constant
+    coefficient · L / H; a node on the hidden states adds it in every stage and under every engine. `gradient` carries
+    whatever the engine scales the main loss by.
+    """
+    return _AddSpanLoss.apply(hidden, z, gradient)

@@ -1,0 +1,137 @@
+"""Collectives, with and without autograd. On a group of one rank each is the identity and sends nothing.
+
+The two autograd functions are Megatron-LM's conjugate pair around a column- and row-parallel pair of products:
+
+    copy_to_shards    forward identity      backward all-reduce    (one replicated input feeds every rank's shard)
+    sum_over_shards   forward all-reduce    backward identity      (every rank holds a partial sum)
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_allattn.parallel.groups import Group
+
+
+def all_reduce(tensor: Tensor, group: Group, op: Any = None) -> Tensor:
+    """Reduce `tensor` in place over `group` (sum unless `op` says otherwise) and return it."""
+    if group.size > 1:
+        dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group.handle)
+    return tensor
+
+
+def all_reduce_max(tensor: Tensor, group: Group) -> Tensor:
+    """Elementwise maximum over `group`, in place; returns `tensor`."""
+    return all_reduce(tensor, group, dist.ReduceOp.MAX)
+
+
+def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's `tensor` (equal shapes), in group order."""
+    if group.size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group.handle)
+    return parts
+
+
+def gather_to_first(tensor: Tensor, group: Group) -> list[Tensor] | None:
+    """Every rank's `tensor` (equal shapes), in group order, on the group's first rank; None on the others."""
+    if group.size == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size)] if group.rank == 0 else None
+    dist.gather(tensor.contiguous(), parts, dst=group.ranks[0], group=group.handle)
+    return parts
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every rank's small picklable `value`, in group order (errors, names, counts; never tensors of size)."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def broadcast_object(value: Any, group: Group) -> Any:
+    """The first rank's `value`, on every rank."""
+    if group.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=group.ranks[0], group=group.handle)
+    return box[0]
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of `group` is here."""
+    if group.size > 1:
+        dist.barrier(group=group.handle)
+
+
+T = TypeVar("T")
+
+
+class PeerFailed(RuntimeError):
+    """Another rank has failed and reports why. `exit_code` is what that rank ends with."""
+
+    def __init__(self, rank: int, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed")
+        self.exit_code = exit_code
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone; that rank says why."""
+    return isinstance(error, RuntimeError) and ("Connection closed by peer" in str(error) or "Connection reset" in str(error))
+
+
+def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int]) -> T:
+    """Do something that may fail on some ranks only, and fail on all if it fails on any.
+
+    The first rank that fails raises its own error, the others `PeerFailed`, so that exactly one message reaches the user
+    and nobody waits in the next collective for a rank that is gone.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    codes = gather_objects(None if error is None else exit_code(error), group)
+    first = next((position for position, code in enumerate(codes) if code is not None), None)
+    if first is None:
+        return cast(T, result)
+    if error is not None and first == group.rank:
+        raise error
+    raise PeerFailed(group.ranks[first], codes[first]) from error
+
+
+class _CopyToShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _SumOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def copy_to_shards(tensor: Tensor, group: Group) -> Tensor:
+    """A replicated `tensor` as input to sharded work: identity in forward, sum of the gradients in backward."""
+    return _CopyToShards.apply(tensor, group) if group.size > 1 else tensor
+
+
+def sum_over_shards(tensor: Tensor, group: Group) -> Tensor:
+    """Sum of the ranks' partial results: all-reduce in forward, identity in backward."""
+    return _SumOverShards.apply(tensor, group) if group.size > 1 else tensor

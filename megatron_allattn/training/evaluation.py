@@ -1,0 +1,39 @@
+"""Evaluation during training: the mean loss of a split, read once from the start of every stream.
+
+The split is cut into as many streams as training has, whatever the layout, and caches start empty; so the result depends on
+the weights, not on where training stands. Training's own caches are not touched.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_allattn.data.indexed import Tokens
+from megatron_allattn.data.streams import evaluation_blocks, num_evaluation_blocks
+from megatron_allattn.engine.interface import Engine
+from megatron_allattn.parallel.collectives import all_reduce
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: nats per token; tokens: how many were predicted."""
+
+    loss: float
+    tokens: int
+
+
+def evaluate(engine: Engine, tokens: Tokens, max_blocks: int) -> Evaluation:
+    """Mean loss over at most `max_blocks` blocks of every stream (0: all whole ones). Collective."""
+    training = engine.run.training
+    num_streams, seq_length, batch = training.global_batch_size, training.seq_length, engine.micro_batch_size
+    whole = num_evaluation_blocks(len(tokens), num_streams, seq_length)
+    count = min(max_blocks, whole) if max_blocks else whole
+    spans = engine.spans()
+    slots = [engine.new_evaluation_slot(batch) for _ in range(engine.num_slots)]
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for block in evaluation_blocks(tokens, num_streams, seq_length, count, streams=engine.streams):
+        for index, slot in enumerate(slots):
+            rows = slice(index * batch, (index + 1) * batch)
+            total += engine.evaluate_block(block.inputs[rows], block.targets[rows], spans, slot)
+    predicted = count * seq_length * num_streams
+    return Evaluation(all_reduce(total, engine.groups.data).item() / predicted, predicted)

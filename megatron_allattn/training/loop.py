@@ -1,0 +1,87 @@
+"""The training loop: a block of every stream, an update, records, evaluations, checkpoints."""
+
+import time
+
+import torch
+
+from megatron_allattn.data.indexed import Tokens
+from megatron_allattn.data.streams import num_evaluation_blocks
+from megatron_allattn.training.evaluation import evaluate
+from megatron_allattn.training.metrics import per_unit
+from megatron_allattn.training.report import Console, header
+from megatron_allattn.training.schedules import learning_rate
+from megatron_allattn.training.session import Session
+
+
+def train(session: Session) -> None:
+    """Run from the session's step to --train-iters, then evaluate and save. Collective."""
+    run, console = session.run, Console(session)
+    try:
+        for line in header(session):
+            console.say(line)
+        while session.step < run.training.train_iters:
+            _step(session, console)
+            last = session.step == run.training.train_iters
+            if run.training.eval_interval and session.step % run.training.eval_interval == 0 and not last:
+                _evaluate(session, console, "valid", session.dataset.valid)
+            if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
+                session.save()
+                console.say(f"saved step {session.step} in {run.checkpoint.save}")
+        _finish(session, console)
+    finally:
+        console.close()
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _step(session: Session, console: Console) -> None:
+    began = time.monotonic()
+    run, engine = session.run, session.engine
+    block = session.streams.next_block(engine.streams)
+    if block.restarted:
+        engine.clear_caches()
+    step = session.step + 1
+    spans = engine.spans()
+    lr = learning_rate(run.optimizer, run.training.train_iters, step)
+    result = engine.train_step(block.inputs, block.targets, step, lr, spans)
+    tokens = run.training.global_batch_size * run.training.seq_length
+    session.step, session.tokens = step, session.tokens + tokens
+    record = {
+        "kind": "train",
+        "step": step,
+        "loss": result.loss,
+        **per_unit(result.loss, session.dataset.tokenizer.unit),
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "tokens": session.tokens,
+        "tokens_per_second": tokens / (time.monotonic() - began),
+        "span_mean": spans.tokens.mean().item(),
+        "span_max": spans.tokens.max().item(),
+    }
+    session.metrics.write(record)
+    console.step(record)
+
+
+def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> None:
+    """Evaluate a split that holds at least one block of every stream; a note at the start says when it does not."""
+    training = session.run.training
+    if not num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length):
+        return
+    result = evaluate(session.engine, tokens, training.eval_iters)
+    unit = per_unit(result.loss, session.dataset.tokenizer.unit)
+    session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})
+    console.say(f"{kind} at step {session.step}: loss {result.loss:.4f} | {session.describe_loss(result.loss)}")
+
+
+def _finish(session: Session, console: Console) -> None:
+    """The last evaluation, on both splits, beside the entropy of single tokens."""
+    for kind, tokens in (("valid", session.dataset.valid), ("test", session.dataset.test)):
+        _evaluate(session, console, kind, tokens)
+    entropy, unit = session.dataset.unigram_entropy, session.dataset.tokenizer.unit
+    console.say(f"unigram entropy of the corpus: {entropy:.4f} bits per {unit}")
+    if torch.cuda.is_available():
+        console.say(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    if session.run.checkpoint.save is not None:
+        console.say(f"run folder: {session.run.checkpoint.save}")

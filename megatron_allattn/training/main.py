@@ -1,0 +1,89 @@
+"""From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
+
+Exit codes: 0 done; 2 the user's mistake; 1 anything else. A user's mistake, a full disk or a port in use is one line on the
+first rank that has it; what is nobody's mistake comes with its traceback, and the ranks that only lost a peer say so in a line.
+"""
+
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+
+from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
+from megatron_allattn.config import RunConfig, UsageError, check_world
+from megatron_allattn.config.reporting import GRACE_SECONDS, first_rank_guess
+from megatron_allattn.parallel import discovery
+from megatron_allattn.parallel.collectives import PeerFailed, is_lost_peer
+from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.training.loop import train
+from megatron_allattn.training.session import Session, exit_code, open_session
+
+def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
+    """Train as one rank of however many the launcher has started; returns the exit code."""
+    session = None
+    try:
+        groups, device = _meet(run)
+    except Exception as error:
+        return report_error(error, first=first_rank_guess() or isinstance(error, discovery.LaunchError))
+    try:
+        session = open_session(run, explicit, groups, device)
+        train(session)
+        _write_outcome(session, "done", "reached --train-iters")
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        if session is not None:
+            _write_outcome(session, "failed", f"{type(error).__name__}: {error}")
+        return report_error(error, first=True, rank=groups.rank)
+    finally:
+        close_groups()
+
+
+def _meet(run: RunConfig) -> tuple[Groups, torch.device]:
+    """Find this rank, check the layout against the world, and make the process groups."""
+    info = discovery.discover()
+    check_world(run, info.world_size)
+    device = discovery.select_device(info)
+    seconds = 60 * run.parallel.distributed_timeout_minutes
+    discovery.initialize(info, seconds, device)
+    parallel = run.parallel
+    layout = Layout.from_world(
+        info.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    )
+    return make_groups(layout, timedelta(seconds=seconds)), device
+
+
+def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
+    """Say what went wrong, if it is this rank's to say; returns the exit code.
+
+    first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many launchers end
+    all ranks as soon as one has ended.
+    """
+    if isinstance(error, PeerFailed):
+        time.sleep(GRACE_SECONDS)
+        return error.exit_code
+    if is_lost_peer(error):
+        print(f"rank {rank}: another rank is gone ({str(error).strip().splitlines()[0]})", file=sys.stderr, flush=True)
+        return 1
+    if not first:
+        time.sleep(GRACE_SECONDS)
+    elif isinstance(error, UsageError | StorageError | discovery.LaunchError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif isinstance(error, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    return exit_code(error)
+
+
+def _write_outcome(session: Session, outcome: str, reason: str) -> None:
+    """outcome.json in the run folder, by the first rank: batch scripts decide by it."""
+    folder = session.run.checkpoint.save
+    if folder is None or not session.first_rank:
+        return
+    try:
+        write_json_atomic(folder / "outcome.json", {"outcome": outcome, "step": session.step, "reason": reason})
+    except StorageError as error:
+        print(f"warning: outcome.json: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""metrics.jsonl and its mirrors: one writer, the run's first rank.
+
+Every record goes to metrics.jsonl in the run folder, with floats that read back to the same bits. TensorBoard and
+Weights & Biases get the same names. A sink that was asked for and is not installed is refused before training; one that
+fails later is reported once and left out: it never stops a run.
+"""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_allattn.checkpoint.files import append_json_line, read_json_lines, write_json_lines_atomic
+from megatron_allattn.config import LoggingConfig, usage_error
+
+Record = dict[str, Any]
+
+
+def check_sinks(logging: LoggingConfig) -> None:
+    """Refuse a sink whose package is absent. Raises UsageError with the extra that brings it."""
+    for flag, value, package in (
+        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", logging.wandb_project, "wandb"),
+    ):
+        if value is not None and importlib.util.find_spec(package) is None:
+            fix = f"pip install 'megatron_allattn[{package}]' or leave the flag out"
+            raise usage_error(flag, value, f"the package {package} is not installed", fix)
+
+
+def per_unit(loss: float, unit: str) -> Record:
+    """What people compare: bits per character (or byte) for such tokenizers, else perplexity."""
+    if unit == "token":
+        return {"ppl": math.exp(min(loss, 700.0))}
+    return {"bpc": loss / math.log(2)}
+
+
+class Metrics:
+    """Writes records on the first rank, does nothing on the others (`folder` None and `logging` None)."""
+
+    def __init__(self, folder: Path | None, logging: LoggingConfig | None, config: Record) -> None:
+        self._path = folder / "metrics.jsonl" if folder is not None else None
+        self._mirrors: dict[str, Callable[[Record], None]] = {}
+        if logging is not None and logging.tensorboard_dir is not None:
+            self._mirrors["tensorboard"] = _tensorboard(logging.tensorboard_dir)
+        if logging is not None and logging.wandb_project is not None:
+            self._mirrors["wandb"] = _wandb(logging.wandb_project, config)
+
+    def write(self, record: Record) -> None:
+        """Append one record. Raises StorageError when the run folder cannot be written."""
+        if self._path is not None:
+            append_json_line(self._path, record)
+        for name, mirror in list(self._mirrors.items()):
+            try:
+                mirror(record)
+            except Exception as error:  # a mirror is a convenience: whatever it raises, the run goes on
+                print(f"warning: {name} failed and gets no more records ({error})", file=sys.stderr, flush=True)
+                del self._mirrors[name]
+
+
+def drop_records_after(folder: Path, step: int) -> int:
+    """Remove the records of steps that a resumed run makes again; returns how many there were."""
+    path = folder / "metrics.jsonl"
+    records = read_json_lines(path)
+    kept = [record for record in records if record["step"] <= step]
+    if path.exists():
+        write_json_lines_atomic(path, kept)
+    return len(records) - len(kept)
+
+
+def _tensorboard(folder: Path) -> Callable[[Record], None]:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (optional)
+
+    writer = SummaryWriter(str(folder))
+
+    def mirror(record: Record) -> None:
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        writer.flush()
+
+    return mirror
+
+
+def _wandb(project: str, config: Record) -> Callable[[Record], None]:
+    import wandb  # noqa: PLC0415  (optional)
+
+    run = wandb.init(project=project, config=config)
+
+    def mirror(record: Record) -> None:
+        values = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
+        run.log(values, step=record["step"])
+
+    return mirror

@@ -1,0 +1,103 @@
+"""What a person reads while a run is under way: the header, a line per interval, a progress bar on a terminal."""
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
+from megatron_allattn.model.span import cache_length
+from megatron_allattn.training.session import Session
+
+
+def header(session: Session) -> list[str]:
+    """What runs: model, parameters, layout, tokens per step, memory per rank."""
+    run, engine = session.run, session.engine
+    model, training, groups = run.model, run.training, engine.groups
+    count = count_parameters(engine.network)
+    span = f"adaptive span ≤ {model.max_attention_span}" if model.adaptive_span else f"span {model.max_attention_span}"
+    extra = f", feed-forward {model.feed_forward_size}" if model.feed_forward_size else ""
+    precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+    return [
+        f"model       {run.recipe or 'custom'}: {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads, {model.persistent_memory_size} persistent vectors, {span}{extra}",
+        f"parameters  {count.total:,}, {100 * count.persistent / count.total:.0f} % in persistent vectors",
+        f"data        {session.dataset.description}",
+        f"layout      {groups.world.size} × {engine.device.type}: TP {groups.tensor.size} × DP {groups.data.size}, "
+        f"ZeRO {engine.zero_stage}, {precision}, {engine.micro_batch_size} streams × {engine.num_slots} micro-batches per rank",
+        f"step        {training.global_batch_size} streams × {training.seq_length} tokens = "
+        f"{training.global_batch_size * training.seq_length:,} tokens, {training.train_iters:,} steps",
+        f"memory      {_memory(session)} per rank, activations not counted",
+        *(f"note        {note}" for note in session.notes),
+    ]
+
+
+def _memory(session: Session) -> str:
+    engine, model = session.engine, session.run.model
+    element = engine.dtype.itemsize
+    state = state_bytes(
+        count_parameters(engine.network).local,
+        zero_stage=engine.zero_stage,
+        data_size=engine.groups.data.size,
+        half=element == 2,
+        moments=len(engine.state_names),
+    )
+    lengths = [cache_length(window, model.max_attention_span) for window in engine.spans().windows]
+    caches = cache_bytes(lengths, len(engine.streams), model.hidden_size, element)
+    return f"{state / 2**20:,.1f} MiB of weights, gradients and optimizer, {caches / 2**20:,.1f} MiB of caches at today's spans"
+
+
+class Console:
+    """Prints on the first rank: a line per interval, and a live bar where the output is a terminal."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._interval = session, session.run.logging.log_interval
+        self._total, self._start = session.run.training.train_iters, session.step
+        self._bar = None
+        if session.first_rank and sys.stderr.isatty():
+            self._bar = tqdm(total=self._total, initial=session.step, unit="step", leave=False, dynamic_ncols=True)
+        self._losses: list[float] = []
+        self._began = self._last = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """One plain line, on the first rank."""
+        if self._session.first_rank:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Tell of a training record: every interval, and at the last step."""
+        self._losses.append(record["loss"])
+        if self._bar is not None:
+            self._bar.update(1)
+            self._bar.set_postfix_str(f"loss {record['loss']:.4f}")
+        step = record["step"]
+        if step % self._interval == 0 or step == self._total:
+            self.say(self._line(record))
+
+    def _line(self, record: dict[str, Any]) -> str:
+        now, step = time.monotonic(), record["step"]
+        loss, count = sum(self._losses) / len(self._losses), len(self._losses)
+        training = self._session.run.training
+        rate = count * training.global_batch_size * training.seq_length / (now - self._last)
+        left = (now - self._began) / (step - self._start) * (self._total - step)
+        self._losses, self._last = [], now
+        unit = self._session.describe_loss(loss)
+        return (
+            f"step {step:>{len(str(self._total))}}/{self._total} | loss {loss:.4f} | {unit} | lr {record['lr']:.2e} | "
+            f"grad norm {record['grad_norm']:.3g} | span {record['span_mean']:.0f} (max {record['span_max']:.0f}) | "
+            f"{rate:,.0f} tokens/s | {clock(left)} left"
+        )
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def clock(seconds: float) -> str:
+    """90 → 1m30s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

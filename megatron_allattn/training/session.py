@@ -1,0 +1,221 @@
+"""Everything a run needs, built in the order in which it can fail: data, model, engine, checkpoint, run folder.
+
+Each step that may fail on some ranks only is agreed on by all, so that one line reaches the user.
+"""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_allattn import __version__
+from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.config import RunConfig, UsageError, usage_error
+from megatron_allattn.config.errors import flag
+from megatron_allattn.data.dataset import Dataset, open_dataset
+from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
+from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
+from megatron_allattn.engine.interface import Engine
+from megatron_allattn.kernels.fused import FusedOps, choose_fused
+from megatron_allattn.model.initialization import initialize
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.collectives import agree, broadcast_object
+from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.training.metrics import Metrics, check_sinks, drop_records_after, per_unit
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """A run under way. `step` is the last one done; `tokens` how many have been trained on."""
+
+    run: RunConfig
+    dataset: Dataset
+    streams: TokenStreams
+    engine: Engine
+    metrics: Metrics
+    notes: list[str]
+    step: int = 0
+    tokens: int = 0
+
+    @property
+    def first_rank(self) -> bool:
+        return self.engine.groups.rank == 0
+
+    def describe_loss(self, loss: float) -> str:
+        """The loss in the tokenizer's usual unit: bpc 1.234 or ppl 20.1."""
+        return ", ".join(f"{name} {value:.4f}" for name, value in per_unit(loss, self.dataset.tokenizer.unit).items())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        return {
+            "tokens": self.tokens,
+            "config": self.run.to_dict(),
+            "vocab_size": self.engine.network.vocab_size,
+            "tokenizer": self.dataset.tokenizer.to_json(),
+            "tokenizer_sha256": self.dataset.tokenizer.fingerprint,
+            "data_sha256": self.dataset.fingerprint,
+            "data": self.streams.state(),
+            "cached_length": self.engine.slots[0].length,
+            "versions": {
+                "megatron_allattn": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "deepspeed", "numpy")},
+            },
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint of the last step done."""
+        assert self.run.checkpoint.save is not None
+        save.save(self.run.checkpoint.save, self.step, self.engine, self.state())
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for the user's mistakes, 1 for anything else."""
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:
+    """Build a run, resumed if asked for. Collective; raises UsageError (PeerFailed on ranks that have no error themselves)."""
+
+    def agreed(action: Callable[[], T]) -> T:
+        return agree(action, groups.world, exit_code)
+
+    agreed(lambda: _check_precision(run, device))
+    agreed(lambda: check_sinks(run.logging))
+    dataset = agreed(lambda: open_dataset(run.data, explicit))
+    streams = agreed(
+        lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
+    )
+    notes = agreed(lambda: _evaluation_notes(run, dataset))
+    fused = agreed(lambda: _fused(run, device))
+    source = agreed(lambda: _find_checkpoint(run) if groups.rank == 0 else None)
+    step_folder, skipped = broadcast_object(source, groups.world)
+    if step_folder is not None:
+        agreed(lambda: check_resume(run, dataset, step_folder))
+    if run.checkpoint.save is not None and groups.rank == 0:
+        save_folder = run.checkpoint.save
+        agreed(lambda: _prepare_run_folder(run, save_folder))
+    elif run.checkpoint.save is not None:
+        agreed(lambda: None)
+    engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused)
+    session = Session(run, dataset, streams, engine, Metrics(None, None, {}), [*notes, *skipped])
+    session.notes.append(f"fused ops: {fused.note}")
+    if step_folder is not None:
+        _resume(session, step_folder)
+    elif run.checkpoint.load is not None:
+        session.notes.append(f"no checkpoint in {run.checkpoint.load} yet: starting from step 0")
+    if groups.rank == 0:
+        session.metrics = Metrics(run.checkpoint.save, run.logging, run.to_dict())
+        session.notes += _trim_metrics(session)
+    return session
+
+
+def build_engine(run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps) -> DeepSpeedEngine:
+    """The network at its initial weights, in DeepSpeed's hands."""
+    network = Network(run.model, vocab_size, groups.tensor, fused)
+    initialize(network, run.training.seed)
+    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    return DeepSpeedEngine(network, run, groups, device, dtype, fused)
+
+
+def _check_precision(run: RunConfig, device: torch.device) -> None:
+    if run.training.fp16 and device.type == "cpu":
+        raise usage_error("--fp16", True, "DeepSpeed trains in float16 on GPUs only", "use --bf16 or neither")
+
+
+def _fused(run: RunConfig, device: torch.device) -> FusedOps:
+    try:
+        return choose_fused(run.training.fused, device.type == "cuda")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
+    """What evaluation will not do. Raises UsageError when it was asked for and cannot be done."""
+    training, notes = run.training, []
+    for name, tokens in (("valid", dataset.valid), ("test", dataset.test)):
+        blocks = num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length)
+        needed = training.global_batch_size * (training.seq_length + 1)
+        if blocks == 0:
+            reason = f"the {name} split has {len(tokens):,} tokens, one block of every stream needs {needed:,}"
+            if name == "valid" and training.eval_interval:
+                raise usage_error("--eval-interval", training.eval_interval, reason, "give more text or set it to 0")
+            notes.append(f"no evaluation on {name}: {reason}")
+        elif training.eval_iters > blocks:
+            notes.append(f"evaluation on {name} uses all {blocks} whole blocks (--eval-iters {training.eval_iters} asked)")
+    return notes
+
+
+def _find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
+    """The newest intact step of --load. A folder without any is an error unless it is --save too: then the run begins."""
+    load, own = run.checkpoint.load, run.checkpoint.save
+    if load is None:
+        return None, []
+    if own is not None and own.absolute() == load.absolute() and not (load / folder.FOLDER).is_dir():
+        return None, []
+    return folder.find_latest(load, check_bytes=True)
+
+
+_FIXED = {
+    "model": None,  # every field
+    "optimizer": None,
+    "training": ("seq_length", "global_batch_size", "seed", "bf16", "fp16"),
+}
+
+
+def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
+    """Refuse to go on with another model, other data or another schedule. Raises UsageError listing both values."""
+    state = save.read_state(step_folder)
+    then, now = state["config"], run.to_dict()
+    for section, names in _FIXED.items():
+        for name in names or now[section]:
+            if now[section][name] != then[section].get(name):
+                rule = f"{step_folder} was trained with {then[section].get(name)}"
+                raise usage_error(flag(name), now[section][name], rule, "resume with the same value or start a new run")
+    if run.optimizer.lr_decay_style != "constant" and run.optimizer.lr_decay_iters is None:
+        if run.training.train_iters != then["training"]["train_iters"]:
+            rule = f"the decay of {step_folder} ends at {then['training']['train_iters']}"
+            fix = "resume with the same value; a run that may be prolonged sets --lr-decay-iters"
+            raise usage_error("--train-iters", run.training.train_iters, rule, fix)
+    for what, found, kept in (
+        ("vocabulary size", dataset.tokenizer.vocab_size, state["vocab_size"]),
+        ("tokenizer", dataset.tokenizer.fingerprint, state["tokenizer_sha256"]),
+        ("data", dataset.fingerprint, state["data_sha256"]),
+    ):
+        if found != kept:
+            raise UsageError(
+                f"--data-path {run.data.data_path}: its {what} is {found}, {step_folder} was trained with {kept}; "
+                "resume with the same data"
+            )
+
+
+def _prepare_run_folder(run: RunConfig, run_folder: Path) -> None:
+    """Make the run folder, unless it holds another run."""
+    resumes = run.checkpoint.load is not None and run.checkpoint.load.absolute() == run_folder.absolute()
+    if not resumes and ((run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()):
+        fix = f"give --load {run_folder} to go on with it, or choose another folder"
+        raise usage_error("--save", run_folder, "holds a run already", fix)
+    folder.prepare_run_folder(run_folder)
+    write_json_atomic(run_folder / "config.json", run.to_dict())
+
+
+def _resume(session: Session, step_folder: Path) -> None:
+    state = save.read_state(step_folder)
+    session.step, session.tokens = state["step"], state["tokens"]
+    session.streams.load_state(state["data"])
+    save.load(step_folder, session.engine, state["cached_length"])
+    session.notes.append(f"resumed from {step_folder}")
+
+
+def _trim_metrics(session: Session) -> list[str]:
+    """Drop the records of steps that will be made again; says so."""
+    run_folder = session.run.checkpoint.save
+    dropped = drop_records_after(run_folder, session.step) if run_folder is not None else 0
+    return [f"metrics.jsonl: {dropped} records after step {session.step} are made again"] if dropped else []

@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Pretrain an all-attention language model: parse, build, train.
+
+The same command under python, deepspeed, torchrun, mpirun and srun; `python pretrain.py --help` lists the flags.
+"""
+
+import sys
+
+from megatron_allattn.config import UsageError, parse
+from megatron_allattn.config.reporting import refuse
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run with these arguments (the process's own if None); returns the exit code, see training/main.py."""
+    try:
+        run, explicit = parse(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        return refuse(error)
+    # torch is loaded from here on, so that --help and mistakes are answered at once.
+    from megatron_allattn.training.main import run_training  # noqa: PLC0415
+
+    return run_training(run, explicit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

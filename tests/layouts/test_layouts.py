@@ -1,0 +1,70 @@
+"""One trajectory, any layout: the same losses and gradients as in a single process.
+
+TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, on real text, with dropout and active clipping. The
+fast subset runs in `make test`, all of it in `make test-layouts`.
+"""
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.support.pool import WorkerPools
+from tests.support.trajectories import Case, Trajectory, assert_same, characters, trajectory
+
+STEPS = 30
+
+ALL = [
+    Case(tensor, data, zero, accumulation, optimizer, "float32", "deepspeed")
+    for tensor, data, zero, accumulation, optimizer in product((1, 2, 4), (1, 2), range(4), (1, 2), ("adagrad", "adam"))
+]
+FAST = [
+    Case(1, 1, 0, 1, "adagrad", "float32", "deepspeed"),
+    Case(2, 1, 1, 1, "adagrad", "float32", "deepspeed"),
+    Case(2, 2, 3, 2, "adagrad", "float32", "deepspeed"),
+    Case(1, 2, 2, 1, "adam", "float32", "deepspeed"),
+    Case(2, 2, 0, 2, "adam", "float32", "deepspeed"),
+    Case(4, 1, 1, 2, "adam", "float32", "deepspeed"),
+]
+PLAIN = [
+    Case(tensor, data, 0, accumulation, optimizer, "float64", "plain")
+    for tensor, data, accumulation, optimizer in product((1, 2, 4), (1, 2), (1, 2), ("adagrad", "adam"))
+]
+FAST_PLAIN = [Case(2, 2, 0, 2, "adagrad", "float64", "plain"), Case(4, 1, 0, 1, "adam", "float64", "plain")]
+
+
+def run(pools: WorkerPools, shared: Path, case: Case) -> Trajectory:
+    tokens, vocab_size = text(shared)
+    result = pools(case.world_size).run(trajectory, case, tokens, vocab_size, STEPS, timeout=300)[0]
+    assert result is not None
+    return result
+
+
+@cache
+def text(shared: Path):  # noqa: ANN201
+    return characters(shared / "data/tinyshakespeare.txt")
+
+
+@pytest.fixture(scope="module")
+def single(pools: WorkerPools, shared: Path):  # noqa: ANN201
+    """The single process's trajectory of a case, computed once per optimizer and precision."""
+    return cache(lambda case: run(pools, shared, case.single()))
+
+
+def check(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+    bounds = {"first_loss": 1e-6, "gradients": 1e-5, "losses": 1e-5}
+    if case.dtype == "float64":
+        bounds = {"first_loss": 1e-13, "gradients": 1e-10, "losses": 1e-10}
+    assert_same(run(pools, shared, case), single(case.single()), **bounds)
+
+
+@pytest.mark.parametrize("case", FAST + FAST_PLAIN, ids=str)
+def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+    check(case, pools, shared, single)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", ALL + PLAIN, ids=str)
+def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+    check(case, pools, shared, single)

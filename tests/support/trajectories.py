@@ -1,0 +1,148 @@
+"""Short trainings of a small network at any layout and engine, for comparisons: every rank runs `trajectory`."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_allattn.data.streams import TokenStreams
+from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.initialization import initialize
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.groups import Groups, make_groups
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.training.schedules import learning_rate
+
+ADAGRAD = OptimizerConfig(
+    optimizer="adagrad", lr=0.07, lr_decay_style="constant", lr_warmup_iters=50, clip_grad=0.03, weight_decay=0.0
+)
+ADAM = OptimizerConfig(optimizer="adam", lr=2.5e-4, lr_decay_style="constant", lr_warmup_iters=50, clip_grad=0.1)
+OPTIMIZERS = {"adagrad": ADAGRAD, "adam": ADAM}
+
+MODEL = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    persistent_memory_size=24,
+    max_attention_span=192,
+    adaptive_span=True,
+    span_loss=1e-4,
+    span_ramp=32,
+    attention_dropout=0.2,
+    embedding_dropout=0.1,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and everything the trajectory must not depend on; `engine` is "plain" or "deepspeed"."""
+
+    tensor: int = 1
+    data: int = 1
+    zero: int = 0
+    accumulation: int = 1
+    optimizer: str = "adagrad"
+    dtype: str = "float32"
+    engine: str = "plain"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data
+
+    def single(self) -> "Case":
+        """The same training in one process, with the plain engine."""
+        return replace(self, tensor=1, data=1, zero=0, accumulation=1, engine="plain")
+
+    def __str__(self) -> str:
+        where = f"tp{self.tensor}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
+        return f"{where}-{self.optimizer}-{self.dtype}-{self.engine}"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """losses and gradient norms of every step; gradients of the first; weights after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def characters(path: Path) -> tuple[np.ndarray, int]:
+    """The text of a file as indices into the sorted set of its characters, and how many those are."""
+    text = path.read_text()
+    alphabet = sorted(set(text))
+    index = {character: number for number, character in enumerate(alphabet)}
+    return np.array([index[character] for character in text], dtype=np.uint8), len(alphabet)
+
+
+def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: int = 32) -> RunConfig:
+    """The run of a case: 8 streams of 32 tokens a step unless said otherwise."""
+    return RunConfig(
+        model=model,
+        parallel=ParallelConfig(tensor_model_parallel_size=case.tensor, zero_stage=case.zero),
+        optimizer=OPTIMIZERS[case.optimizer],
+        training=TrainingConfig(
+            seq_length=block,
+            global_batch_size=batch,
+            micro_batch_size=batch // case.data // case.accumulation,
+            train_iters=1000,
+            bf16=case.dtype == "bfloat16",
+        ),
+    )
+
+
+@cache
+def groups_of(tensor: int, data: int) -> Groups:
+    """Process groups over the worker pool, made once per layout."""
+    return make_groups(Layout(tensor_size=tensor, data_size=data), timedelta(seconds=100))
+
+
+def build(case: Case, vocab_size: int, run: RunConfig | None = None) -> Engine:
+    """A fresh engine of a case on this rank."""
+    run = run or run_config(case)
+    groups = groups_of(case.tensor, case.data)
+    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"))
+    initialize(network, run.training.seed)
+    device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
+    if case.engine == "plain":
+        return PlainEngine(network, run, groups, device, dtype, FusedOps("torch"))
+    from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(network, run, groups, device, dtype, FusedOps("torch"))
+
+
+def trajectory(
+    rank: int, world_size: int, case: Case, tokens: np.ndarray, vocab_size: int, steps: int
+) -> Trajectory | None:
+    """Train `steps` steps; the first rank returns what happened."""
+    run = run_config(case)
+    engine = build(case, vocab_size, run)
+    training = run.training
+    streams = TokenStreams(tokens, training.global_batch_size, training.seq_length, training.seed)
+    losses, norms, gradients = [], [], {}
+    for step in range(1, steps + 1):
+        block = streams.next_block(engine.streams)
+        losses.append(engine.forward_backward(block.inputs, block.targets, step, engine.spans()))
+        if step == 1:
+            gradients = {logical.name: tensor.double().numpy() for logical, tensor in engine.gradients()}
+        norms.append(engine.update(learning_rate(run.optimizer, training.train_iters, step), step))
+    weights = {logical.name: tensor.double().numpy() for logical, tensor in engine.weights()}
+    return Trajectory(losses, norms, gradients, weights) if rank == 0 else None
+
+
+def assert_same(found: Trajectory, expected: Trajectory, *, first_loss: float, gradients: float, losses: float) -> None:
+    """Relative bounds: of the first loss, of every gradient tensor of the first step (by its largest element), of every loss."""
+    assert abs(found.losses[0] / expected.losses[0] - 1) <= first_loss
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        difference = np.abs(found.gradients[name] - gradient).max() / np.abs(gradient).max()
+        assert difference <= gradients, f"{name}: gradient differs by {difference:.1e}"
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=losses, atol=0)
+    np.testing.assert_allclose(found.norms[0], expected.norms[0], rtol=max(gradients, 1e-12), atol=0)
