@@ -1,9 +1,9 @@
 """Hidden-state caches, bound to micro-batch slots.
 
-A stream belongs to one (data rank, slot); each slot keeps, for every layer, the hidden states of the positions before its
-streams' next block. Reading and writing are separate: a forward pass reads the current cache and writes the next one, which
-replaces it in `commit`, after the step. A repeated forward (activation recomputation, a pipeline's schedule) therefore
-sees the same input. Every tensor-parallel rank keeps the same caches.
+A stream belongs to one (data rank, slot); each slot keeps, for every layer, the hidden states of the positions before
+its streams' next block. Reading and writing are separate: a forward pass reads the current cache and writes the next
+one, which replaces it in `commit`, after the step. A repeated forward (activation recomputation, a pipeline's
+schedule) therefore sees the same input. Every tensor-parallel rank keeps the same caches.
 """
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 class CacheSlot:
     """The caches of one micro-batch slot: one [B, C, D] tensor per layer; C grows from 0 and differs between layers."""
 
-    def __init__(self, num_layers: int, batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._empty = torch.zeros(batch_size, 0, hidden_size, dtype=dtype, device=device)
         self._current = [self._empty] * num_layers
         self._next: list[Tensor | None] = [None] * num_layers

@@ -3,10 +3,11 @@
 Who does what:
 
 - DeepSpeed averages gradients over the data group, partitions optimizer state (ZeRO ≥ 1), gradients (≥ 2) and
-  parameters (3), and, for Adam under ZeRO ≥ 1, clips the global norm. It learns of the tensor group through an `mpu` object and
-  the `tensor_model_parallel` mark on parameters.
+  parameters (3), and, for Adam under ZeRO ≥ 1, clips the global norm. It learns of the tensor group through an `mpu`
+  object and the `tensor_model_parallel` mark on parameters.
 - The optimizer is ours (`optimizers.py`); the per-tensor clip is part of it.
-- At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the global
+- At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the
+global
   clip are ours in float32, and half precision runs as ZeRO 1, which is the same arithmetic with the state split.
 
 `gradient_clipping` is always passed: DeepSpeed's own default clips at 1.
@@ -14,13 +15,15 @@ Who does what:
 
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megatron_allattn.config import RunConfig
+from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.optimizers import build_optimizer, clip_gradients, gradient_norm
@@ -28,6 +31,7 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE, Groups
+from megatron_allattn.parallel.layout import padded_share
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ def import_deepspeed(verbose: bool) -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     level = logging.INFO if verbose else logging.ERROR
+    if not verbose:  # DeepSpeed calls collectives by names that newer releases of torch call deprecated, at every step
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     os.environ.setdefault("DS_LOG_LEVEL", logging.getLevelName(level).lower())
     import deepspeed  # noqa: PLC0415  (it must see the environment set above)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
@@ -75,11 +81,33 @@ def import_deepspeed(verbose: bool) -> Any:
     return deepspeed
 
 
+def check_zero_settings(run: RunConfig, world_size: int) -> None:
+    """Refuse a `zero_optimization` section that DeepSpeed does not accept. Raises UsageError naming file, key and
+    value.
+    """
+    import_deepspeed(run.logging.deepspeed_verbose)
+    from deepspeed.runtime.zero.config import get_zero_config  # noqa: PLC0415  (after the environment is set)
+
+    try:
+        get_zero_config(load_deepspeed_json(run, world_size))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
+        source = run.parallel.deepspeed_config or f"zero{run.parallel.zero_stage}.json"
+        raise usage_error(str(source), f"{key} = {first['input']}", first["msg"], "correct the file") from error
+
+
 class DeepSpeedEngine(Engine):
     """See `Engine`; the default process group is initialized and `groups` are made from it."""
 
     def __init__(
-        self, network: Network, run: RunConfig, groups: Groups, device: torch.device, dtype: torch.dtype, fused: FusedOps
+        self,
+        network: Network,
+        run: RunConfig,
+        groups: Groups,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: FusedOps,
     ) -> None:
         super().__init__(network, run, groups, device, dtype, fused)
         deepspeed = import_deepspeed(run.logging.deepspeed_verbose)
@@ -166,14 +194,26 @@ class DeepSpeedEngine(Engine):
         return self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
     def _set_master(self, parameter: nn.Parameter, local: Tensor) -> None:
+        utils = self._deepspeed.utils
         if self.zero_stage == 3:
             with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(local)
-        else:
-            with torch.no_grad():
-                parameter.copy_(local)
+            utils.safe_set_local_fp32_param(parameter, self._partition(local))
+            return
+        with torch.no_grad():
+            parameter.copy_(local)
         if self.zero_stage:
-            self._deepspeed.utils.safe_set_full_fp32_param(parameter, local.float())
+            utils.safe_set_full_fp32_param(parameter, local.float())
+
+    def _partition(self, local: Tensor) -> Tensor:
+        """This data rank's ZeRO 3 partition of a tensor: equal parts of its elements, the last ones padded with zeros.
+
+        DeepSpeed's own `safe_set_full_…` fails on tensors whose elements do not divide by the data group.
+        """
+        data = self.groups.data
+        size = padded_share(local.numel(), data.size)
+        flat = nn.functional.pad(local.flatten().float(), (0, size * data.size - local.numel()))
+        return flat[data.rank * size : (data.rank + 1) * size]
 
     def _state(self, parameter: nn.Parameter, name: str) -> Tensor:
         if self.zero_stage == 0:
@@ -183,6 +223,8 @@ class DeepSpeedEngine(Engine):
     def _set_state(self, parameter: nn.Parameter, name: str, local: Tensor) -> None:
         if self.zero_stage == 0:
             self.optimizer.state[parameter][name].copy_(local)
+        elif self.zero_stage == 3:
+            self._deepspeed.utils.safe_set_local_optimizer_state(parameter, self._partition(local), name)
         else:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, local, name)
 

@@ -39,8 +39,8 @@ class StepResult:
 class Spans:
     """How far heads look back, and what follows from it.
 
-    windows: W of every layer; z: [layers, heads] on the CPU, None with a fixed span; tokens: float64 [layers, heads], how
-    many tokens each head looks back, ramp included.
+    windows: W of every layer; z: [layers, heads] on the CPU, None with a fixed span; tokens: float64 [layers, heads],
+    how many tokens each head looks back, ramp included.
     """
 
     windows: tuple[int, ...]
@@ -61,7 +61,13 @@ class Engine(ABC):
     zero_stage = 0  # the ZeRO stage that runs
 
     def __init__(
-        self, network: Network, run: RunConfig, groups: Groups, device: torch.device, dtype: torch.dtype, fused: FusedOps
+        self,
+        network: Network,
+        run: RunConfig,
+        groups: Groups,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: FusedOps,
     ) -> None:
         self.network, self.run, self.groups = network, run, groups
         self.device, self.dtype, self.fused = device, dtype, fused
@@ -83,7 +89,9 @@ class Engine(ABC):
         """Today's spans of all heads of all layers: one gather over the tensor group and one read by the host."""
         model = self.network.config
         if not model.adaptive_span:
-            full = torch.full((model.num_layers, model.num_attention_heads), model.max_attention_span, dtype=torch.float64)
+            full = torch.full(
+                (model.num_layers, model.num_attention_heads), model.max_attention_span, dtype=torch.float64
+            )
             return Spans((model.max_attention_span,) * model.num_layers, None, full)
         z = torch.cat(all_gather(self._local_spans().detach(), self.groups.tensor), dim=1).cpu()
         windows = (window_length(layer, model.max_attention_span, model.span_ramp) for layer in z.amax(dim=1).tolist())
@@ -111,7 +119,9 @@ class Engine(ABC):
         return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
 
     def update(self, lr: float, step: int) -> float:
-        """One optimizer step (number `step`, from 1) and the caches' commit. Returns the gradient norm before clipping."""
+        """One optimizer step (number `step`, from 1) and the caches' commit. Returns the gradient norm before
+        clipping.
+        """
         norm = self._optimizer_step(lr, step)
         for slot in self.slots:
             slot.commit(self.run.training.seq_length)
@@ -151,7 +161,9 @@ class Engine(ABC):
                 yield f"{logical.name}/{name}", self._join(logical, self._state(parameter, name))
 
     def load(self, weight: ReadTensor, state: ReadTensor | None = None) -> None:
-        """Set every weight, and the optimizer's state when given, from full logical tensors read by name, one at a time."""
+        """Set every weight, and the optimizer's state when given, from full logical tensors read by name, one at a
+        time.
+        """
         for logical, parameter in self.network.logical_parameters():
             self._set_master(parameter, self._shard(logical, weight(logical.name)))
             for name in self.state_names if state is not None else ():
@@ -159,13 +171,17 @@ class Engine(ABC):
                 self._set_state(parameter, name, self._shard(logical, state(f"{logical.name}/{name}")))
 
     def caches(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every layer's cache of all global streams, [streams, C, D] in stream order, on the first rank (None elsewhere)."""
+        """Every layer's cache of all global streams, [streams, C, D] in stream order, on the first rank (None
+        elsewhere).
+        """
         for layer in range(self.network.config.num_layers):
             local = torch.cat([slot.read(layer) for slot in self.slots])
             yield f"layers.{layer}.cache", _joined(gather_to_first(local, self.groups.data))
 
     def load_caches(self, cache: ReadTensor, length: int) -> None:
-        """Set the caches of this rank's streams from those of all streams; length: tokens passed since the streams' start."""
+        """Set the caches of this rank's streams from those of all streams; length: tokens passed since the streams'
+        start.
+        """
         layers = [cache(f"layers.{layer}.cache") for layer in range(self.network.config.num_layers)]
         for index, slot in enumerate(self.slots):
             first = self.streams.start + index * self.micro_batch_size

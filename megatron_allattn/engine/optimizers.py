@@ -18,7 +18,6 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import Group
-from megatron_allattn.parallel.logical import logical_of
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -29,8 +28,8 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 def parameter_groups(network: Network, *, one_tensor_each: bool) -> list[dict[str, Any]]:
     """Parameter groups with the keys `params`, `decay`, `span` and `sharded`.
 
-    Weight decay spares vectors (biases, norms) and spans, as in Megatron-LM. `one_tensor_each` keeps logical tensors apart
-    in ZeRO's flat buffers, which a per-tensor norm needs.
+    Weight decay spares vectors (biases, norms) and spans, as in Megatron-LM. `one_tensor_each` keeps logical tensors
+    apart in ZeRO's flat buffers, which a per-tensor norm needs.
     """
     spans = {id(parameter) for parameter in network.span_parameters()}
     groups: dict[Any, dict[str, Any]] = {}
@@ -38,7 +37,9 @@ def parameter_groups(network: Network, *, one_tensor_each: bool) -> list[dict[st
         span, sharded = id(parameter) in spans, is_sharded(parameter)
         decay = len(logical.shape) > 1 and not span
         key = logical.name if one_tensor_each else (decay, span)
-        groups.setdefault(key, {"params": [], "decay": decay, "span": span, "sharded": sharded})["params"].append(parameter)
+        groups.setdefault(key, {"params": [], "decay": decay, "span": span, "sharded": sharded})["params"].append(
+            parameter
+        )
     return list(groups.values())
 
 
@@ -77,18 +78,24 @@ class _Optimizer(torch.optim.Optimizer):
 class Adagrad(_Optimizer):
     """Adagrad (Duchi et al. 2011) whose step, per logical tensor, is scaled by min(1, clip / ‖g‖).
 
-        sum ← sum + g²          p ← p − lr · min(1, clip / ‖g‖) · g / (√sum + 1e-10)
+        sum ← sum + g²          p ← p − lr · min(1, clip / (‖g‖ + 1e-10)) · g / (√sum + 1e-10)
 
-    The accumulator takes the raw gradient, as in the paper's published code. ‖g‖ is the norm of the whole logical tensor:
-    partial squares are summed over `partition` (the ranks that hold the rest of a ZeRO partition) and, for sharded
-    tensors, over `tensor`, each in one all-reduce for all tensors of a call. clip = 0 turns it off. With a
+    The accumulator takes the raw gradient, as in the paper's published code. ‖g‖ is the norm of the whole logical
+    tensor: partial squares are summed over `partition` (the ranks that hold the rest of a ZeRO partition) and, for
+    sharded tensors, over `tensor`, each in one all-reduce for all tensors of a call. clip = 0 turns it off. With a
     clip, every group holds exactly one tensor. weight decay: g ← g + decay · p first, as in `torch.optim.Adagrad`.
     """
 
     state_names = ("sum",)
 
     def __init__(
-        self, groups: list[dict[str, Any]], clip: float, weight_decay: float, tensor: Group, partition: Group, fused: FusedOps
+        self,
+        groups: list[dict[str, Any]],
+        clip: float,
+        weight_decay: float,
+        tensor: Group,
+        partition: Group,
+        fused: FusedOps,
     ) -> None:
         assert clip == 0.0 or all(len(group["params"]) == 1 for group in groups)
         super().__init__(groups, {"lr": 0.0})
@@ -100,7 +107,7 @@ class Adagrad(_Optimizer):
         work = self._work()
         for group, tensors, grads in work:
             if group["decay"] and self.weight_decay:
-                grads[:] = torch._foreach_add(grads, tensors, alpha=self.weight_decay)
+                grads[:] = list(torch._foreach_add(grads, tensors, alpha=self.weight_decay))
         scales = self._scales(work) if self.clip else None
         for index, (group, tensors, grads) in enumerate(work):
             sums = self._states(tensors, "sum")
@@ -109,7 +116,7 @@ class Adagrad(_Optimizer):
             torch._foreach_add_(denominators, 1e-10)
             steps = torch._foreach_div(grads, denominators)
             if scales is not None:
-                steps = [step * scales[index].to(step.dtype) for step in steps]
+                steps = tuple(step * scales[index].to(step.dtype) for step in steps)
             torch._foreach_add_(tensors, steps, alpha=-group["lr"])
             self._clamp(group, tensors)
 
@@ -131,7 +138,9 @@ class Adam(_Optimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
         super().__init__(groups, {"lr": 0.0, "step": 1})
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
 
@@ -159,7 +168,9 @@ Optimizer = Adagrad | Adam
 def build_optimizer(
     config: OptimizerConfig, network: Network, *, tensor: Group, partition: Group, fused: FusedOps
 ) -> Optimizer:
-    """The run's optimizer over the network's parameters. `partition`: the ranks that share a ZeRO partition's tensors."""
+    """The run's optimizer over the network's parameters. `partition`: the ranks that share a ZeRO partition's
+    tensors.
+    """
     if config.optimizer == "adagrad":
         groups = parameter_groups(network, one_tensor_each=config.clip_grad > 0)
         return Adagrad(groups, config.clip_grad, config.weight_decay, tensor, partition, fused)
@@ -169,7 +180,8 @@ def build_optimizer(
 
 def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
     """Norm of all gradients as logical tensors (replicated ones counted once), float64 scalar, equal on all ranks."""
-    replicated, sharded = [], []
+    replicated: list[Tensor] = []
+    sharded: list[Tensor] = []
     for parameter in network.parameters():
         if parameter.grad is not None:
             (sharded if is_sharded(parameter) else replicated).append(parameter.grad)
@@ -180,10 +192,10 @@ def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
 
 
 def clip_gradients(network: Network, norm: Tensor, clip: float) -> None:
-    """Scale all gradients by min(1, clip / norm), the global clip of `torch.nn.utils.clip_grad_norm_` without its 1e-6."""
+    """Scale all gradients by min(1, clip / norm), the global clip of `torch.nn.utils.clip_grad_norm_` without its
+    1e-6.
+    """
     scale = (clip / norm).clamp(max=1.0)
     for parameter in network.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
-
-

@@ -1,7 +1,7 @@
 """Training in PyTorch alone: any precision, one process or a TP × DP grid without ZeRO.
 
-It is what runs where DeepSpeed is absent (the GPU check), in float64 (the comparisons with recorded numbers), and what the
-DeepSpeed engine is compared with. In bfloat16 and float16 the update acts on float32 masters.
+It is what runs where DeepSpeed is absent (the GPU check), in float64 (the comparisons with recorded numbers), and what
+the DeepSpeed engine is compared with. In bfloat16 and float16 the update acts on float32 masters.
 """
 
 import torch
@@ -21,7 +21,13 @@ class PlainEngine(Engine):
     """See `Engine`. Gradients are averaged over the data group by one all-reduce of them all."""
 
     def __init__(
-        self, network: Network, run: RunConfig, groups: Groups, device: torch.device, dtype: torch.dtype, fused: FusedOps
+        self,
+        network: Network,
+        run: RunConfig,
+        groups: Groups,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: FusedOps,
     ) -> None:
         super().__init__(network, run, groups, device, dtype, fused)
         half = dtype in (torch.bfloat16, torch.float16)
@@ -55,7 +61,8 @@ class PlainEngine(Engine):
         grads = [p.grad for p in self.network.parameters() if p.grad is not None]
         if self.groups.data.size > 1:
             flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), self.groups.data) / self.groups.data.size
-            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads)])
+            parts = flat.split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
     def _optimizer_step(self, lr: float, step: int) -> float:
         norm = gradient_norm(self.network, self.groups.tensor, self.fused)

@@ -1,7 +1,7 @@
 """The readable truth: the equations of `interface.py` line by line, every head over the layer's whole window.
 
-It follows the paper's published code to rounding: the 1e-8 of the renormalization, the zero positions of an empty or short
-cache that are attended to, the window. Scores take [B, H, M, W + N] memory; faster backends must agree with it.
+It follows the paper's published code to rounding: the 1e-8 of the renormalization, the zero positions of an empty or
+short cache that are attended to, the window. Scores take [B, H, M, W + N] memory; faster backends must agree with it.
 """
 
 import math
@@ -89,7 +89,9 @@ def _empty(settings: AttentionSettings, state: BlockState, cache_length: int, sc
 
 
 def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, in float32 or wider, zero where `empty`; a row with nothing to look at is zeros."""
+    """Softmax over the last dimension, in float32 or wider, zero where `empty`; a row with nothing to look at is
+    zeros.
+    """
     dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
     if empty is None:
         return scores.softmax(dim=-1, dtype=dtype)

@@ -1,7 +1,7 @@
 """NVIDIA's apex where it helps, plain PyTorch elsewhere: `--fused {auto,apex,torch}`.
 
-apex brings a fused LayerNorm, a fused Adam step and multi-tensor norms. It is built from source by those who want it and
-never a dependency: the package called `apex` on PyPI is an unrelated web toolkit, which is recognized without being
+apex brings a fused LayerNorm, a fused Adam step and multi-tensor norms. It is built from source by those who want it
+and never a dependency: the package called `apex` on PyPI is an unrelated web toolkit, which is recognized without being
 imported (its import fails for want of other packages).
 """
 

@@ -6,8 +6,8 @@
     a    = dropout(ã / (Σ ã + 1e-8))
     y_t  = Σ_c a_tc (v_c [+ u_{t−c}]) + Σ_i a_ti v'_i          (v' already scaled by √N)
 
-(equations 3, 8 and 9 of the paper, with the span mask of its section 4.3 and the details of its published code.) A token
-attends to the positions before it, never to itself. Which positions are projected for which head is a backend's
+(equations 3, 8 and 9 of the paper, with the span mask of its section 4.3 and the details of its published code.) A
+token attends to the positions before it, never to itself. Which positions are projected for which head is a backend's
 business; today's K and V of cached positions are always made from cached hidden states with today's weights.
 
 Shape letters: B streams, M block, C cached positions, W window, D hidden size, H local heads, K head size, N persistent
@@ -26,8 +26,8 @@ from megatron_allattn.parallel.random import DropoutKeys
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer's local weights. `query`, `key`, `value` [H·K, D]; `persistent_key` [H, K, N] and `persistent_value`
-    [H, N, K], scaled, or None for N = 0; `span` z [H, 1, 1] or None for a fixed span; `position_key` u [1, K, L], column j
-    for the distance L − j."""
+    [H, N, K], scaled, or None for N = 0; `span` z [H, 1, 1] or None for a fixed span; `position_key` u [1, K, L],
+    column j for the distance L − j."""
 
     query: Tensor
     key: Tensor
@@ -53,9 +53,9 @@ class AttentionSettings:
 class BlockState:
     """What changes from call to call.
 
-    window: W, the number of positions before a token that are looked at, equal on all ranks; cached: how many of the cache's
-    last positions hold tokens (the rest, and whatever the cache is too short for, are zeros); heads: int32 [H], the logical
-    ids of the local heads; layer: its index; dropout_keys: None when evaluating.
+    window: W, the number of positions before a token that are looked at, equal on all ranks; cached: how many of the
+    cache's last positions hold tokens (the rest, and whatever the cache is too short for, are zeros); heads: int32
+    [H], the logical ids of the local heads; layer: its index; dropout_keys: None when evaluating.
     """
 
     window: int
@@ -68,7 +68,8 @@ class BlockState:
 def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
     """m_z(x) = clamp((R + z·L + 1 − x) / R, 0, 1) for z [H, 1, 1] and distances x [W] ≥ 1; [H, 1, W].
 
-    The clamp passes gradient at both ends, as the paper's code does: at z = 0 the distance R + 1 has m = 0 and a gradient.
+    The clamp passes gradient at both ends, as the paper's code does: at z = 0 the distance R + 1 has m = 0 and a
+    gradient.
     """
     return ((ramp + 1 - distances + span * max_span) / ramp).clamp(0, 1)
 
@@ -80,6 +81,8 @@ def check_shapes(block: Tensor, cache: Tensor, weights: LayerWeights, state: Blo
         raise ValueError(f"cache {tuple(cache.shape)}: a block {tuple(block.shape)} needs [{batch}, C, {hidden}]")
     heads, size = len(state.heads), weights.position_key.shape[1]
     if weights.query.shape != torch.Size((heads * size, hidden)):
-        raise ValueError(f"query weight {tuple(weights.query.shape)}: {heads} heads of {size} need [{heads * size}, {hidden}]")
+        raise ValueError(
+            f"query weight {tuple(weights.query.shape)}: {heads} heads of {size} need [{heads * size}, {hidden}]"
+        )
     if not 0 < state.window <= weights.position_key.shape[2]:
         raise ValueError(f"window {state.window}: it must be in 1 … {weights.position_key.shape[2]}, the maximum span")

@@ -1,8 +1,8 @@
 """The all-attention sublayer: every head attends jointly over its context and its persistent vectors.
 
-Heads are cut over the tensor group: this rank holds the rows of W_q, W_k, W_v, the persistent vectors and the spans of its
-heads, and the matching columns of W_o. The block's hidden states enter through one identity/all-reduce node and leave through
-the one all-reduce of W_o: one per direction and layer, where a Megatron transformer layer needs two.
+Heads are cut over the tensor group: this rank holds the rows of W_q, W_k, W_v, the persistent vectors and the spans of
+its heads, and the matching columns of W_o. The block's hidden states enter through one identity/all-reduce node and
+leave through the one all-reduce of W_o: one per direction and layer, where a Megatron transformer layer needs two.
 """
 
 import math

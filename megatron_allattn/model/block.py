@@ -4,7 +4,8 @@
     y = LayerNorm(z + FeedForward(z))
 
 The residual stream is replicated over the tensor group. A layer reads the hidden states cached before the block and
-writes the ones to keep for the next block; it never touches what it has read, so a repeated forward sees the same input.
+writes the ones to keep for the next block; it never touches what it has read, so a repeated forward sees the same
+input.
 """
 
 import torch

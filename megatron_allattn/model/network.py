@@ -6,7 +6,6 @@
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from megatron_allattn.config import ModelConfig
@@ -43,7 +42,9 @@ class Network(nn.Module):
         self.output = VocabularyParallelOutput("output", size, vocab_size, group, output_init)
 
     def forward(self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None) -> Tensor:
-        """tokens, targets: global ids [B, M]. Returns nats per target [B, M], or local logits [B, M, V_l] without targets."""
+        """tokens, targets: global ids [B, M]. Returns nats per target [B, M], or local logits [B, M, V_l] without
+        targets.
+        """
         keys, dropout = context.dropout_keys, self.config.embedding_dropout
         hidden = self.embedding(tokens)
         if keys is not None:
@@ -62,7 +63,7 @@ class Network(nn.Module):
         """z of every layer, local heads; empty with a fixed span."""
         if not self.config.adaptive_span:
             return []
-        return [layer.attention.span.z for layer in self.layers]
+        return [block.attention.span.z for block in self.layers if isinstance(block, Block) and block.attention.span]
 
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Every parameter with what it is, in a fixed order."""

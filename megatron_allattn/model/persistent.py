@@ -1,7 +1,7 @@
 """Persistent vectors: N learned key/value pairs per head that do not depend on the input (section 4.2 of the paper).
 
-They take the place of the feed-forward sublayer. k' ~ N(0, 1/K) and v' ~ N(0, 1/N) are stored unscaled and multiplied by
-√K and √N when used (K: head size), so that they start with the unit variance of context vectors while the
+They take the place of the feed-forward sublayer. k' ~ N(0, 1/K) and v' ~ N(0, 1/N) are stored unscaled and multiplied
+by √K and √N when used (K: head size), so that they start with the unit variance of context vectors while the
 learning rate acts on small numbers. Heads, and their persistent vectors with them, are cut over the tensor group.
 """
 
@@ -21,7 +21,9 @@ class PersistentMemory(nn.Module):
         self.key_scale, self.value_scale = math.sqrt(head_size), math.sqrt(size)
         key_init, value_init = Init("normal", 1.0 / self.key_scale), Init("normal", 1.0 / self.value_scale)
         self.key = logical_parameter(LogicalTensor(f"{name}.key", (num_heads, head_size, size), 0, key_init), group)
-        self.value = logical_parameter(LogicalTensor(f"{name}.value", (num_heads, size, head_size), 0, value_init), group)
+        self.value = logical_parameter(
+            LogicalTensor(f"{name}.value", (num_heads, size, head_size), 0, value_init), group
+        )
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.key * self.key_scale, self.value * self.value_scale

@@ -83,14 +83,16 @@ class PeerFailed(RuntimeError):
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone; that rank says why."""
-    return isinstance(error, RuntimeError) and ("Connection closed by peer" in str(error) or "Connection reset" in str(error))
+    return isinstance(error, RuntimeError) and (
+        "Connection closed by peer" in str(error) or "Connection reset" in str(error)
+    )
 
 
 def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int]) -> T:
     """Do something that may fail on some ranks only, and fail on all if it fails on any.
 
-    The first rank that fails raises its own error, the others `PeerFailed`, so that exactly one message reaches the user
-    and nobody waits in the next collective for a rank that is gone.
+    The first rank that fails raises its own error, the others `PeerFailed`, so that exactly one message reaches the
+    user and nobody waits in the next collective for a rank that is gone.
     """
     result, error = None, None
     try:

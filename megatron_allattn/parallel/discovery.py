@@ -162,7 +162,7 @@ def _from_environment(environ: Mapping[str, str]) -> RankInfo:
 def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> RankInfo:
     expected_size = _integer(environ, size_name)
     try:
-        from mpi4py import MPI
+        from mpi4py import MPI  # noqa: PLC0415 - loading it starts MPI
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             f"{rank_name}={environ[rank_name]}: started by MPI, but mpi4py cannot be used ({error}); pip install "

@@ -75,8 +75,8 @@ def padded_share(total: int, parts: int) -> int:
 def streams_of(data_rank: int, slot: int, *, data_size: int, micro_batch_size: int, num_slots: int) -> range:
     """The global streams that a data rank works on in one micro-batch slot.
 
-    Streams are dealt in contiguous blocks: first over data ranks, then over a rank's micro-batch slots, so that stream s
-    is stream s at every layout.
+    Streams are dealt in contiguous blocks: first over data ranks, then over a rank's micro-batch slots, so that stream
+    s is stream s at every layout.
     """
     per_rank = micro_batch_size * num_slots
     if not (0 <= data_rank < data_size and 0 <= slot < num_slots):

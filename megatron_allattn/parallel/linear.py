@@ -1,9 +1,9 @@
 """Column- and row-parallel linear layers (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-    column   y = x Wᵀ + b   rows of W (output channels) are cut: y is sharded, x replicated; no communication here,
-                            the caller passes x through `copy_to_shards` once for all the products that share it
-    row      y = x Wᵀ + b   columns of W (input channels) are cut: x is sharded, the partial products are summed by one
-                            all-reduce, b is replicated and added once after it
+column   y = x Wᵀ + b   rows of W (output channels) are cut: y is sharded, x replicated; no communication here,
+                        the caller passes x through `copy_to_shards` once for all the products that share it
+row      y = x Wᵀ + b   columns of W (input channels) are cut: x is sharded, the partial products are summed by one
+                        all-reduce, b is replicated and added once after it
 """
 
 import torch.nn.functional as F

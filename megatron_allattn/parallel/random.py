@@ -14,7 +14,8 @@ with `mix` the two-multiplication finalizer "lowbias32" (C. Wellons, "Prospectin
 key(row) = mix(… mix(mix(seed) + a) + b …) over the row's integers (a, b, …), seed's high word first. It is kept when
 bits, read as an unsigned number, are ≥ p · 2³².
 
-    attention weights    row (seed, site "attention", step, layer, stream, head, query)   column = key: the distance t − c for
+    attention weights    row (seed, site "attention", step, layer, stream, head, query)   column = key: the distance t
+    − c for
                          the context, L + i for persistent vector i
     other sites          row (seed, site, step, stream, position)                         column = global channel
 
@@ -128,5 +129,6 @@ class DropoutKeys:
         rows = row_keys(self.seed, site, self.step, self.streams[:, None], positions)
         columns = column_keys(torch.arange(tensor.shape[2], device=device))
         keep = keep_mask(rows[:, :, None], columns, probability)
-        return torch.where(keep, tensor * (1.0 / (1.0 - probability)), torch.zeros((), dtype=tensor.dtype, device=device))
-
+        return torch.where(
+            keep, tensor * (1.0 / (1.0 - probability)), torch.zeros((), dtype=tensor.dtype, device=device)
+        )

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_allattn.parallel.collectives import all_gather, all_reduce, all_reduce_max, copy_to_shards, sum_over_shards
+from megatron_allattn.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    copy_to_shards,
+    sum_over_shards,
+)
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.layout import padded_share
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter

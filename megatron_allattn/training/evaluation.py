@@ -1,7 +1,7 @@
 """Evaluation during training: the mean loss of a split, read once from the start of every stream.
 
-The split is cut into as many streams as training has, whatever the layout, and caches start empty; so the result depends on
-the weights, not on where training stands. Training's own caches are not touched.
+The split is cut into as many streams as training has, whatever the layout, and caches start empty; so the result
+depends on the weights, not on where training stands. Training's own caches are not touched.
 """
 
 from dataclasses import dataclass

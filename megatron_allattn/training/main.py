@@ -1,7 +1,8 @@
 """From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
 
-Exit codes: 0 done; 2 the user's mistake; 1 anything else. A user's mistake, a full disk or a port in use is one line on the
-first rank that has it; what is nobody's mistake comes with its traceback, and the ranks that only lost a peer say so in a line.
+Exit codes: 0 done; 2 the user's mistake; 1 anything else. A user's mistake, a full disk or a port in use is one line
+on the first rank that has it; what is nobody's mistake comes with its traceback, and the ranks that only lost a peer
+say so in a line.
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.config import RunConfig, UsageError, check_world
-from megatron_allattn.config.reporting import GRACE_SECONDS, first_rank_guess
+from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import PeerFailed, is_lost_peer
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
@@ -21,13 +22,18 @@ from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
+
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     """Train as one rank of however many the launcher has started; returns the exit code."""
     session = None
     try:
-        groups, device = _meet(run)
+        info = discovery.discover()
+    except Exception as error:  # a wrong variable is this rank's own: each rank that has one says so
+        return report_error(error, first=True)
+    try:
+        groups, device = _meet(run, info)
     except Exception as error:
-        return report_error(error, first=first_rank_guess() or isinstance(error, discovery.LaunchError))
+        return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     try:
         session = open_session(run, explicit, groups, device)
         train(session)
@@ -41,9 +47,8 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
         close_groups()
 
 
-def _meet(run: RunConfig) -> tuple[Groups, torch.device]:
-    """Find this rank, check the layout against the world, and make the process groups."""
-    info = discovery.discover()
+def _meet(run: RunConfig, info: discovery.RankInfo) -> tuple[Groups, torch.device]:
+    """Check the layout against the world and make the process groups."""
     check_world(run, info.world_size)
     device = discovery.select_device(info)
     seconds = 60 * run.parallel.distributed_timeout_minutes
@@ -58,8 +63,8 @@ def _meet(run: RunConfig) -> tuple[Groups, torch.device]:
 def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
     """Say what went wrong, if it is this rank's to say; returns the exit code.
 
-    first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many launchers end
-    all ranks as soon as one has ended.
+    first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many
+    launchers end all ranks as soon as one has ended.
     """
     if isinstance(error, PeerFailed):
         time.sleep(GRACE_SECONDS)

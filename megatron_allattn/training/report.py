@@ -16,21 +16,21 @@ def header(session: Session) -> list[str]:
     run, engine = session.run, session.engine
     model, training, groups = run.model, run.training, engine.groups
     count = count_parameters(engine.network)
-    span = f"adaptive span ≤ {model.max_attention_span}" if model.adaptive_span else f"span {model.max_attention_span}"
+    span = f"{'adaptive span ≤' if model.adaptive_span else 'span'} {model.max_attention_span}"
     extra = f", feed-forward {model.feed_forward_size}" if model.feed_forward_size else ""
     precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
-    return [
-        f"model       {run.recipe or 'custom'}: {model.num_layers} layers, hidden {model.hidden_size}, "
+    rows = {
+        "model": f"{run.recipe or 'custom'}: {model.num_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, {model.persistent_memory_size} persistent vectors, {span}{extra}",
-        f"parameters  {count.total:,}, {100 * count.persistent / count.total:.0f} % in persistent vectors",
-        f"data        {session.dataset.description}",
-        f"layout      {groups.world.size} × {engine.device.type}: TP {groups.tensor.size} × DP {groups.data.size}, "
-        f"ZeRO {engine.zero_stage}, {precision}, {engine.micro_batch_size} streams × {engine.num_slots} micro-batches per rank",
-        f"step        {training.global_batch_size} streams × {training.seq_length} tokens = "
-        f"{training.global_batch_size * training.seq_length:,} tokens, {training.train_iters:,} steps",
-        f"memory      {_memory(session)} per rank, activations not counted",
-        *(f"note        {note}" for note in session.notes),
-    ]
+        "parameters": f"{count.total:,}, {100 * count.persistent / count.total:.0f} % in persistent vectors",
+        "data": session.dataset.description,
+        "layout": f"{groups.world.size} × {engine.device.type}: TP {groups.tensor.size} × DP {groups.data.size}, "
+        f"ZeRO {engine.zero_stage}, {precision}, {engine.num_slots} × {engine.micro_batch_size} streams per rank",
+        "step": f"{training.global_batch_size} streams × {training.seq_length} tokens = "
+        f"{training.global_batch_size * training.seq_length:,} tokens; {training.train_iters:,} steps",
+        "memory": _memory(session),
+    }
+    return [f"{name:<11} {text}" for name, text in rows.items()] + [f"note        {note}" for note in session.notes]
 
 
 def _memory(session: Session) -> str:
@@ -45,7 +45,10 @@ def _memory(session: Session) -> str:
     )
     lengths = [cache_length(window, model.max_attention_span) for window in engine.spans().windows]
     caches = cache_bytes(lengths, len(engine.streams), model.hidden_size, element)
-    return f"{state / 2**20:,.1f} MiB of weights, gradients and optimizer, {caches / 2**20:,.1f} MiB of caches at today's spans"
+    return (
+        f"{state / 2**20:,.1f} MiB of weights, gradients and optimizer, "
+        f"{caches / 2**20:,.1f} MiB of caches at today's spans; per rank, activations not counted"
+    )
 
 
 class Console:

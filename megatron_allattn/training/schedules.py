@@ -8,8 +8,8 @@ from megatron_allattn.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, train_iters: int, step: int) -> float:
     """The rate of update number `step` (from 1).
 
-    Linear warm-up to --lr over --lr-warmup-iters steps; then constant, or down to --min-lr along a line or half a cosine
-    that ends at --lr-decay-iters (--train-iters if left out) and stays there.
+    Linear warm-up to --lr over --lr-warmup-iters steps; then constant, or down to --min-lr along a line or half a
+    cosine that ends at --lr-decay-iters (--train-iters if left out) and stays there.
     """
     if step < config.lr_warmup_iters:
         return config.lr * step / config.lr_warmup_iters

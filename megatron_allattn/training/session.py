@@ -19,7 +19,7 @@ from megatron_allattn.config import RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
-from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
+from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
 from megatron_allattn.model.initialization import initialize
@@ -82,13 +82,16 @@ def exit_code(error: BaseException) -> int:
 
 
 def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:
-    """Build a run, resumed if asked for. Collective; raises UsageError (PeerFailed on ranks that have no error themselves)."""
+    """Build a run, resumed if asked for. Collective; raises UsageError (PeerFailed on ranks that have no error
+    themselves).
+    """
 
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
     agreed(lambda: _check_precision(run, device))
     agreed(lambda: check_sinks(run.logging))
+    agreed(lambda: check_zero_settings(run, groups.world.size))
     dataset = agreed(lambda: open_dataset(run.data, explicit))
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
@@ -99,14 +102,12 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     step_folder, skipped = broadcast_object(source, groups.world)
     if step_folder is not None:
         agreed(lambda: check_resume(run, dataset, step_folder))
-    if run.checkpoint.save is not None and groups.rank == 0:
-        save_folder = run.checkpoint.save
-        agreed(lambda: _prepare_run_folder(run, save_folder))
-    elif run.checkpoint.save is not None:
-        agreed(lambda: None)
+    agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused)
     session = Session(run, dataset, streams, engine, Metrics(None, None, {}), [*notes, *skipped])
     session.notes.append(f"fused ops: {fused.note}")
+    if engine.zero_stage != run.parallel.zero_stage:
+        session.notes.append(f"half precision at ZeRO {run.parallel.zero_stage} runs as ZeRO {engine.zero_stage}")
     if step_folder is not None:
         _resume(session, step_folder)
     elif run.checkpoint.load is not None:
@@ -117,7 +118,9 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     return session
 
 
-def build_engine(run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps) -> DeepSpeedEngine:
+def build_engine(
+    run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps
+) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands."""
     network = Network(run.model, vocab_size, groups.tensor, fused)
     initialize(network, run.training.seed)
@@ -149,12 +152,16 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
                 raise usage_error("--eval-interval", training.eval_interval, reason, "give more text or set it to 0")
             notes.append(f"no evaluation on {name}: {reason}")
         elif training.eval_iters > blocks:
-            notes.append(f"evaluation on {name} uses all {blocks} whole blocks (--eval-iters {training.eval_iters} asked)")
+            notes.append(
+                f"evaluation on {name} uses all {blocks} whole blocks (--eval-iters {training.eval_iters} asked)"
+            )
     return notes
 
 
 def _find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
-    """The newest intact step of --load. A folder without any is an error unless it is --save too: then the run begins."""
+    """The newest intact step of --load. A folder without any is an error unless it is --save too: then the run
+    begins.
+    """
     load, own = run.checkpoint.load, run.checkpoint.save
     if load is None:
         return None, []
@@ -179,11 +186,11 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
             if now[section][name] != then[section].get(name):
                 rule = f"{step_folder} was trained with {then[section].get(name)}"
                 raise usage_error(flag(name), now[section][name], rule, "resume with the same value or start a new run")
-    if run.optimizer.lr_decay_style != "constant" and run.optimizer.lr_decay_iters is None:
-        if run.training.train_iters != then["training"]["train_iters"]:
-            rule = f"the decay of {step_folder} ends at {then['training']['train_iters']}"
-            fix = "resume with the same value; a run that may be prolonged sets --lr-decay-iters"
-            raise usage_error("--train-iters", run.training.train_iters, rule, fix)
+    implied_end = run.optimizer.lr_decay_style != "constant" and run.optimizer.lr_decay_iters is None
+    if implied_end and run.training.train_iters != then["training"]["train_iters"]:
+        rule = f"the decay of {step_folder} ends at {then['training']['train_iters']}"
+        fix = "resume with the same value; a run that may be prolonged sets --lr-decay-iters"
+        raise usage_error("--train-iters", run.training.train_iters, rule, fix)
     for what, found, kept in (
         ("vocabulary size", dataset.tokenizer.vocab_size, state["vocab_size"]),
         ("tokenizer", dataset.tokenizer.fingerprint, state["tokenizer_sha256"]),
@@ -196,8 +203,11 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
             )
 
 
-def _prepare_run_folder(run: RunConfig, run_folder: Path) -> None:
+def _prepare_run_folder(run: RunConfig) -> None:
     """Make the run folder, unless it holds another run."""
+    run_folder = run.checkpoint.save
+    if run_folder is None:
+        return
     resumes = run.checkpoint.load is not None and run.checkpoint.load.absolute() == run_folder.absolute()
     if not resumes and ((run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"

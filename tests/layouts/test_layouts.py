@@ -1,7 +1,7 @@
 """One trajectory, any layout: the same losses and gradients as in a single process.
 
-TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, on real text, with dropout and active clipping. The
-fast subset runs in `make test`, all of it in `make test-layouts`.
+TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, on real text, with dropout and active clipping.
+The fast subset runs in `make test`, all of it in `make test-layouts`.
 """
 
 from functools import cache
@@ -42,17 +42,17 @@ def run(pools: WorkerPools, shared: Path, case: Case) -> Trajectory:
 
 
 @cache
-def text(shared: Path):  # noqa: ANN201
+def text(shared: Path):
     return characters(shared / "data/tinyshakespeare.txt")
 
 
 @pytest.fixture(scope="module")
-def single(pools: WorkerPools, shared: Path):  # noqa: ANN201
+def single(pools: WorkerPools, shared: Path):
     """The single process's trajectory of a case, computed once per optimizer and precision."""
     return cache(lambda case: run(pools, shared, case.single()))
 
 
-def check(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+def check(case: Case, pools: WorkerPools, shared: Path, single) -> None:
     bounds = {"first_loss": 1e-6, "gradients": 1e-5, "losses": 1e-5}
     if case.dtype == "float64":
         bounds = {"first_loss": 1e-13, "gradients": 1e-10, "losses": 1e-10}
@@ -60,11 +60,11 @@ def check(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa
 
 
 @pytest.mark.parametrize("case", FAST + FAST_PLAIN, ids=str)
-def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:
     check(case, pools, shared, single)
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", ALL + PLAIN, ids=str)
-def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:  # noqa: ANN001
+def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:
     check(case, pools, shared, single)

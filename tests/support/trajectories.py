@@ -138,7 +138,9 @@ def trajectory(
 
 
 def assert_same(found: Trajectory, expected: Trajectory, *, first_loss: float, gradients: float, losses: float) -> None:
-    """Relative bounds: of the first loss, of every gradient tensor of the first step (by its largest element), of every loss."""
+    """Relative bounds: of the first loss, of every gradient tensor of the first step (by its largest element), of
+    every loss.
+    """
     assert abs(found.losses[0] / expected.losses[0] - 1) <= first_loss
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():

@@ -1,0 +1,63 @@
+# make demo | test | test-layouts | lint | gpu-check | venv | system-deps | clean
+#
+# Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO_DATA := data/demo/stdlib
+DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv system-deps lint test test-layouts demo gpu-check clean
+
+venv: $(READY)
+
+# torch on its own first: what comes after it then takes it as it is
+$(READY): requirements.txt requirements-dev.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11 …" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv …"
+	@$(BIN)/python -m pip install -qq "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"
+	@$(BIN)/python -m pip install -qq -r requirements.txt -r requirements-dev.txt
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
+system-deps:
+	@.ci/system-deps
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+test-layouts: $(READY)
+	$(BIN)/python -m pytest -q -m layouts
+
+$(DEMO_DATA).json: | $(READY)
+	@mkdir -p $(@D)
+	$(BIN)/python tools/prepare_data.py stdlib --output-prefix $(DEMO_DATA)
+
+# two tensor-parallel processes through the deepspeed launcher; on a machine with one GPU that GPU alone
+demo: $(READY) $(DEMO_DATA).json
+	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
+	if [ "$$gpus" -eq 1 ]; then size=1; else size=2; fi; \
+	if [ "$$gpus" -eq 0 ]; then export DS_ACCELERATOR=cpu; fi; \
+	set -x; \
+	$(BIN)/deepspeed --quiet --num_gpus $$size --master_port $$port pretrain.py --recipe demo \
+	    --tensor-model-parallel-size $$size --data-path $(DEMO_DATA) --save $(DEMO_RUN)
+
+# with the python, torch and numpy of the machine: no environment is made, nothing is installed
+gpu-check:
+	$(PYTHON) tests/gpu/check.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# pretrain.py on the hosts of a hostfile (hostfile.example), through the deepspeed launcher and pdsh; every argument goes
+# to pretrain.py:
+#
+#   HOSTFILE=hosts launch/deepspeed_hosts.sh --recipe enwik8-large --tensor-model-parallel-size 8 --save /shared/large
+#
+# Needed: pdsh here; on every host a login by ssh that asks nothing (keys, ~/.ssh/config), and the same Python, project
+# and working folder under the same paths. MASTER_ADDR: the first host's address, if what it says of itself (hostname -I)
+# is not the right one; MASTER_PORT: 29500. DEEPSPEED_FLAGS are the launcher's own, for example "--include node1".
+#
+# Environment: pdsh passes on nothing. OMP_NUM_THREADS and DS_ACCELERATOR are sent from here, and every line NAME=VALUE of
+# ~/.deepspeed_env and ./.deepspeed_env (NCCL_SOCKET_IFNAME=eth0, …; comments and empty lines may be in it).
+#
+# To stop a run, send SIGINT or SIGTERM: DeepSpeed then ends, on every host, what matches its own command line.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/launch/env.sh"
+
+refuse() {
+    printf 'error: %s\n' "$1" >&2
+    exit 2
+}
+
+# DeepSpeed runs on this host alone when it finds no hostfile, and hands names to ssh as they are.
+check_hosts() {
+    local line number=0 seen=' '
+    [ -f "$1" ] || refuse "HOSTFILE $1: no such file; see launch/hostfile.example"
+    while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1))
+        [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
+        [[ $line =~ ^[[:space:]]*([A-Za-z0-9][A-Za-z0-9._-]*)[[:space:]]+slots=0*[1-9][0-9]*[[:space:]]*$ ]] ||
+            refuse "$1, line $number: '${line//[^[:print:]]/?}' is not \"HOST slots=N\"; see launch/hostfile.example"
+        [[ $seen != *" ${BASH_REMATCH[1]} "* ]] || refuse "$1, line $number: ${BASH_REMATCH[1]} is there twice; give it one line"
+        seen+="${BASH_REMATCH[1]} "
+    done <"$1"
+    [ "$seen" != ' ' ] || refuse "$1: names no host; see launch/hostfile.example"
+}
+
+# An argument, such that it is itself again after pdsh (%), DeepSpeed (what has a space goes between double quotes, with
+# every " as \") and the shell of the remote host.
+quoted() {
+    local text=${1//%/%%}
+    if [[ $text == *' '* ]]; then
+        text=${text//\\/\\\\}
+        text=${text//\$/\\\$}
+        text=${text//\`/\\\`}
+    else
+        text="'${text//\'/\'\\\'\'}'"
+    fi
+    printf '%s' "$text"
+}
+
+hostfile=${HOSTFILE:?is a file with a line "HOST slots=N" for each host}
+check_hosts "$hostfile"
+# DeepSpeed puts these two into a shell's line unquoted.
+for path in "$PWD" "$(command -v python)"; do
+    [[ $path =~ ^[A-Za-z0-9_@+=:,./-]+$ ]] || refuse "$path: the launcher needs a path without spaces and shell characters"
+done
+
+arguments=()
+for argument in "$root/pretrain.py" "$@"; do
+    # The x keeps line breaks at the end, which $(…) would drop.
+    argument=$(quoted "$argument"; printf x)
+    arguments+=("${argument%x}")
+done
+
+# A file that exists only as long as somebody has it open: no trap is needed to remove it.
+variables=$(mktemp)
+exec 9<>"$variables"
+rm "$variables"
+for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "./${DS_ENV_FILE:-.deepspeed_env}"; do
+    if [ -f "$file" ]; then grep -Ev '^[[:space:]]*(#|$)' "$file" >&9 || true; fi
+done
+for name in OMP_NUM_THREADS DS_ACCELERATOR; do
+    if [ -n "${!name:-}" ]; then printf '%s=%s\n' "$name" "${!name}" >&9; fi
+done
+
+read -ra flags <<<"${DEEPSPEED_FLAGS:-}"
+if [ -n "${MASTER_ADDR:-}" ]; then flags+=(--master_addr "$MASTER_ADDR"); fi
+# --force_multi: also one host alone is reached through pdsh, so that the arguments pass exactly one shell.
+DS_ENV_FILE=/dev/fd/9 exec deepspeed --quiet --force_multi --hostfile "$hostfile" --master_port "${MASTER_PORT:-29500}" \
+    "${flags[@]}" "${arguments[@]}"

@@ -1,0 +1,13 @@
+# Environment of every rank; the scripts beside this file source it. A value that is set already stays.
+
+# Threads of one rank: the cores of a host divided by its ranks, 1 where the GPUs do the work. Unset, each rank takes them all.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+# No GPU: tells DeepSpeed so, instead of letting it search (and warn).
+# export DS_ACCELERATOR=cpu
+
+# Several network interfaces: which one NCCL (GPUs) or gloo (CPUs) uses, where it picks a wrong one.
+# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
+
+# Ranks hang or fail while they meet: makes NCCL say what it finds. No InfiniBand: keeps NCCL from looking for it.
+# export NCCL_DEBUG=INFO NCCL_IB_DISABLE=1

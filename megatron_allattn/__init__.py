@@ -1,0 +1,5 @@
+"""Pretraining of all-attention language models (Sukhbaatar et al. 2019, arXiv 1907.01470) on one CPU or a GPU
+cluster.
+"""
+
+__version__ = "0.1.0"

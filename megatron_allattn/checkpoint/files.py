@@ -1,0 +1,111 @@
+"""Files that are either whole or not there, and errors of the storage in one line.
+
+A file is written under a temporary name, flushed to the disk (fsync), renamed over the old one (atomic on POSIX file
+systems), and the rename itself is flushed by an fsync of the folder. A kill or a power cut at any point leaves the old
+file or the new one. A JSON-lines file only grows, one write per line, so that at most its last line can be torn.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class StorageError(RuntimeError):
+    """The disk is full, read-only or failing; the message is one line with the path and the way out."""
+
+
+@contextmanager
+def storage_errors(path: Path, needed: int) -> Iterator[None]:
+    """Translate an OSError while `needed` bytes (0: unknown) are written to `path` into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(_describe(path, needed, error)) from error
+
+
+def _describe(path: Path, needed: int, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        cause, fix = "no space left", "free some space or save to another folder"
+    elif error.errno == errno.EFBIG:
+        cause, fix = "the file size limit is reached", "raise it (ulimit -f) or save to another folder"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        cause, fix = "the folder is not writable", "change its permissions or save to another folder"
+    else:
+        cause, fix = f"cannot be written ({error.strerror or error})", "check the disk or save to another folder"
+    sizes = f"{needed:,} bytes needed, " if needed else ""
+    return f"{path}: {cause}: {sizes}{_free_bytes(path):,} bytes free; {fix}"
+
+
+def _free_bytes(path: Path) -> int:
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries (creations, renames, deletions) to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no fsync for folders: renames are synchronous
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace `path` by a file with this text (UTF-8). Raises StorageError; the old file is then still there."""
+    content = text.encode()
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with storage_errors(path, len(content)):
+        try:
+            with open(temporary, "wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def write_json_atomic(path: Path, obj: Any) -> None:
+    """Replace `path` by `obj` as indented JSON. Floats are written so that they read back to the same bits."""
+    write_text_atomic(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record to a JSON-lines file, as one write. Raises StorageError."""
+    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    with storage_errors(path, len(line)), open(path, "ab", buffering=0) as handle:
+        if handle.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; a torn last line (its writer was killed) is left out. No file: no records."""
+    if not path.exists():
+        return []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines]
+
+
+def write_json_lines_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replace a JSON-lines file, for example to drop the records after the step that a run resumes from."""
+    write_text_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))

@@ -1,0 +1,264 @@
+"""The commit protocol: a step folder is complete, or it is never used.
+
+    RUN/checkpoints/.step_00000100.tmp-PID/   begin: everything is written here
+    RUN/checkpoints/step_00000100/            commit: the files, flushed; manifest.json with their sizes and SHA-256;
+                                              renamed into place; then COMPLETE, which holds the manifest's SHA-256
+    RUN/latest                                the text step_00000100, for people and scripts; not trusted here
+
+A kill at any point leaves either no COMPLETE, so that the step before it stays the newest, or a complete step. A step
+that is saved again moves the old folder aside (.step_00000100.old-PID) until the new one is complete; `find_latest`
+finds it there, and the next save puts it back. Only names that this file makes are ever renamed or deleted.
+
+One process of a run calls `begin`, `commit` and `abort`; others may write files into the temporary folder in between.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_allattn.checkpoint.files import (
+    storage_errors,
+    sync_file,
+    sync_folder,
+    write_json_atomic,
+    write_text_atomic,
+)
+from megatron_allattn.config.errors import UsageError
+
+FORMAT, VERSION = "megatron-allattn-checkpoint", 1
+MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
+_OWN_TEMPORARY = re.compile(r"\.(step_\d{8,})\.(tmp|old)-\d+")
+
+
+def step_name(step: int) -> str:
+    """The folder's name: step 100 is step_00000100."""
+    return f"step_{step:08d}"
+
+
+def prepare_run_folder(run_folder: Path) -> None:
+    """Make RUN/checkpoints and prove that it can be written, before a run spends time. Raises UsageError otherwise."""
+    parent = run_folder / FOLDER
+    probe = parent / f".probe.tmp-{os.getpid()}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{run_folder}: the run folder cannot be written ({error.strerror}); choose another --save"
+        ) from error
+
+
+def begin(run_folder: Path, step: int) -> Path:
+    """The empty temporary folder for a step; removes what killed saves have left. Raises StorageError."""
+    assert step >= 0, f"step {step} is negative"
+    parent = run_folder / FOLDER
+    temporary = parent / f".{step_name(step)}.tmp-{os.getpid()}"
+    with storage_errors(temporary, 0):
+        parent.mkdir(parents=True, exist_ok=True)
+        _clean(parent)
+        temporary.mkdir()
+    return temporary
+
+
+def abort(temporary: Path) -> None:
+    """Remove the temporary folder of a save that failed."""
+    assert _OWN_TEMPORARY.fullmatch(temporary.name), f"{temporary} is not a temporary step folder"
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def commit(temporary: Path, step: int, *, replace: bool = False) -> Path:
+    """Make the temporary folder the complete folder of `step` and return that folder.
+
+    A complete folder of the same step is replaced only if `replace` is true (FileExistsError otherwise), and is usable
+    until the new one is complete. Raises StorageError when a write fails; the temporary folder is then removed.
+    """
+    final = temporary.parent / step_name(step)
+    assert temporary.name.startswith(f".{final.name}.tmp-"), f"{temporary} is not of step {step}"
+    aside = temporary.with_name(f".{final.name}.old-{os.getpid()}")
+    try:
+        if not replace and is_complete(final):
+            raise FileExistsError(f"{final} is complete already")
+        with storage_errors(final, 0):
+            digest = _write_manifest(temporary, step)
+            if os.path.lexists(final):
+                # What is not ours (a user's file, link or folder) is kept under a name that is never deleted.
+                os.rename(final, aside if _is_ours(final) else f"{final}.set-aside-{os.getpid()}")
+                sync_folder(final.parent)
+            os.rename(temporary, final)
+            sync_folder(final.parent)
+            write_text_atomic(final / MARKER, digest + "\n")
+    except BaseException:
+        with suppress(OSError):  # what cannot be undone now, the next begin undoes
+            _undo(temporary, final, aside)
+        raise
+    write_text_atomic(final.parent.parent / LATEST, final.name + "\n")
+    with storage_errors(final.parent, 0):
+        _clean(final.parent)
+    return final
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder's save has ended: marker, manifest and all sizes agree (`verify` reads the bytes too)."""
+    return _why_unusable(folder, check_bytes=False) is None
+
+
+def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, list[str]]:
+    """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
+
+    With `check_bytes` a folder must also pass `verify`. Reads only. Raises UsageError when the run has none.
+    """
+    parent = run_folder / FOLDER
+    if not parent.is_dir():
+        raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}; name a run folder")
+    candidates, skipped = [], []
+    for path in sorted(parent.iterdir()):
+        if (reason := _why_no_candidate(path)) is not None:
+            skipped.append(f"{path}: {reason}")
+        else:
+            candidates.append(path)
+    # Newest first; a folder that is moved aside comes after the one in its place.
+    candidates.sort(key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True)
+    for path in candidates:
+        if (reason := _why_unusable(path, check_bytes)) is not None:
+            skipped.append(f"{path}: {reason}")
+            continue
+        latest = run_folder / LATEST
+        if latest.is_file() and (text := latest.read_text(errors="replace").strip()) != step_name(_step_of(path)):
+            skipped.append(f"{latest}: it names {text!r}, but {path.name} is the newest complete step")
+        return path, skipped
+    reasons = f" (passed over: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
+    raise UsageError(f"{run_folder}: no complete checkpoint in {parent}{reasons}; name another run folder")
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every byte of a step folder against its manifest, which is returned.
+
+    Raises UsageError that names the file, what was expected and what was found: no or another marker, a file that is
+    missing, has another size or SHA-256, or a tensor file that the manifest does not list.
+    """
+    manifest = _read_manifest(folder)
+    _check_sizes(folder, manifest)
+    for name, entry in manifest["files"].items():
+        if (found := _sha256(folder / name)) != entry["sha256"]:
+            raise UsageError(f"{folder / name}: damaged: expected SHA-256 {entry['sha256']}, found {found}")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in manifest["files"]:
+            raise UsageError(f"{path}: expected no such file (the manifest does not list it), found one")
+    return manifest
+
+
+def _write_manifest(temporary: Path, step: int) -> str:
+    """Flush and hash every file of the folder, write the manifest, flush it all; returns the manifest's SHA-256."""
+    files = {}
+    for path in sorted(temporary.iterdir()):
+        sync_file(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    write_json_atomic(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, "files": files})
+    return _sha256(temporary / MANIFEST)
+
+
+def _undo(temporary: Path, final: Path, aside: Path) -> None:
+    """After a failed commit: the step's old folder is in place again, and nothing of the new one is left."""
+    if not temporary.exists() and final.exists() and not is_complete(final):
+        os.rename(final, temporary)
+    if aside.exists() and not final.exists():
+        os.rename(aside, final)
+    abort(temporary)
+
+
+def _clean(parent: Path) -> None:
+    """Remove leftovers of killed saves; put a moved-aside folder back when its replacement never became complete."""
+    for path in sorted(parent.iterdir(), reverse=True):  # .tmp before .old
+        match = _OWN_TEMPORARY.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        final = parent / match[1]
+        if match[2] == "old" and is_complete(path) and not is_complete(final):
+            unfinished = parent / f".{final.name}.tmp-{os.getpid()}"
+            if _is_ours(final):
+                os.rename(final, unfinished)
+            if not os.path.lexists(final):
+                os.rename(path, final)
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
+        else:
+            shutil.rmtree(path)
+    sync_folder(parent)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a commit made this folder (the manifest is in it before it gets its name)."""
+    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_NAME.fullmatch(path.name) or _OWN_ASIDE.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _why_no_candidate(path: Path) -> str | None:
+    step = _step_of(path)
+    if _OWN_TEMPORARY.fullmatch(path.name) and step < 0:
+        return "left by a save that did not end"
+    if step < 0 or step_name(step) not in (path.name, path.name[1:].partition(".")[0]):
+        return "not the name of a step folder"
+    if path.is_symlink() or not path.is_dir():
+        return "not a folder"
+    return None
+
+
+def _why_unusable(folder: Path, check_bytes: bool) -> str | None:
+    try:
+        if check_bytes:
+            verify(folder)
+        else:
+            _check_sizes(folder, _read_manifest(folder))
+    except UsageError as error:
+        return str(error).removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
+    return None
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, whose own SHA-256 the marker holds. Raises UsageError."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such checkpoint folder")
+    for name, why in ((MARKER, "its save did not end"), (MANIFEST, "it is not a whole checkpoint")):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder}: expected a file {name}, found none ({why})")
+    content = (folder / MANIFEST).read_bytes()
+    expected, found = (folder / MARKER).read_text(errors="replace").strip(), hashlib.sha256(content).hexdigest()
+    if expected != found:
+        raise UsageError(f"{folder / MANIFEST}: damaged: expected SHA-256 {expected} (from {MARKER}), found {found}")
+    manifest = json.loads(content)
+    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+        raise UsageError(
+            f"{folder / MANIFEST}: expected {FORMAT} version {VERSION}, "
+            f"found {manifest.get('format')} version {manifest.get('version')}"
+        )
+    if (step := _step_of(folder)) >= 0 and manifest["step"] != step:
+        raise UsageError(
+            f"{folder / MANIFEST}: expected step {step} (from the folder's name), found {manifest['step']}"
+        )
+    return manifest
+
+
+def _check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise UsageError(f"{path}: expected a file of {entry['bytes']:,} bytes, found none")
+        if (found := path.stat().st_size) != entry["bytes"]:
+            raise UsageError(f"{path}: damaged: expected {entry['bytes']:,} bytes, found {found:,}")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

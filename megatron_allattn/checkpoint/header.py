@@ -1,0 +1,82 @@
+"""The header of a safetensors file: what tensors it holds and where, without reading them (and without torch).
+
+    8 bytes little-endian length n | n bytes JSON {name: {"dtype", "shape", "data_offsets": [begin, end]}} | raw values
+
+The values follow each other without gaps, in the order of their offsets.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_allattn.config.errors import UsageError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ITEM_BYTES = {
+    name: num_bytes
+    for num_bytes, names in (
+        (1, ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2")),
+        (2, ("U16", "I16", "F16", "BF16")),
+        (4, ("U32", "I32", "F32")),
+        (8, ("U64", "I64", "F64", "C64")),
+    )
+    for name in names
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: safetensors' name of its type (F32, BF16, …), its shape, and its size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def pack_header(tensors: list[TensorInfo]) -> bytes:
+    """The header of a file that holds these tensors' values one after the other, in this order."""
+    entries, offset = {}, 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the values start at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> list[TensorInfo]:
+    """The tensors of a file, in the order of their values. Raises UsageError: not a whole safetensors file."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER_BYTES + 1
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise UsageError(f"{path}: not a whole safetensors file ({size:,} bytes hold no complete header)")
+            entries = json.loads(handle.read(length))
+        entries.pop("__metadata__", None)
+        ends = {name: int(entry["data_offsets"][1]) for name, entry in entries.items()}
+        tensors = [_tensor_info(name, entries[name]) for name in sorted(entries, key=lambda name: ends[name])]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path}: the safetensors header is damaged ({error})") from error
+    expected = 8 + length + max(ends.values(), default=0)
+    if size != expected:
+        raise UsageError(f"{path}: its header describes {expected:,} bytes, found {size:,}")
+    return tensors
+
+
+def _tensor_info(name: str, entry: dict[str, Any]) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    info = TensorInfo(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - begin)
+    if info.num_bytes != prod(info.shape) * ITEM_BYTES[info.dtype]:
+        raise ValueError(f"tensor {name}: {info.dtype} of shape {info.shape} does not take {info.num_bytes} bytes")
+    return info

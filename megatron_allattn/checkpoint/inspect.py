@@ -1,0 +1,115 @@
+"""What a checkpoint holds and whether it is intact, without loading a tensor (and without torch)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_allattn.checkpoint.folder import FOLDER, find_latest, verify
+from megatron_allattn.checkpoint.header import TensorInfo, read_header
+from megatron_allattn.config.errors import UsageError
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A step folder: its state.json (empty when unreadable), the tensors of every file, and what is wrong with it."""
+
+    folder: Path
+    skipped: list[str]  # entries passed over on the way from the run folder to this step folder, with reasons
+    state: dict[str, Any]
+    tensors: dict[str, list[TensorInfo]]  # by file name
+    problems: list[str]
+
+    @property
+    def intact(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as JSON-able values."""
+        return {
+            "folder": str(self.folder),
+            "intact": self.intact,
+            "problems": self.problems,
+            "skipped": self.skipped,
+            "state": self.state,
+            "tensors": [
+                {
+                    "file": file,
+                    "name": info.name,
+                    "dtype": info.dtype,
+                    "shape": list(info.shape),
+                    "bytes": info.num_bytes,
+                }
+                for file, infos in self.tensors.items()
+                for info in infos
+            ],
+        }
+
+    def to_text(self) -> str:
+        """A page for a terminal: the state, a table of the tensors per file, totals, and the verdict last."""
+        lines = [f"checkpoint {self.folder}", *(f"passed over {line}" for line in self.skipped)]
+        for key, value in self.state.items():
+            lines += _describe(key, value, indent="")
+        for file, infos in self.tensors.items():
+            lines.append(f"{file}: {len(infos)} tensors, {sum(info.num_bytes for info in infos):,} bytes")
+            for info in infos:
+                lines.append(f"  {info.name:<48} {info.dtype:<5} {list(info.shape)!s:<20} {info.num_bytes:>15,}")
+        every = [info for infos in self.tensors.values() for info in infos]
+        lines.append(f"total: {len(every)} tensors, {sum(info.num_bytes for info in every):,} bytes")
+        lines += [f"damaged: {problem}" for problem in self.problems] or ["intact: every file matches the manifest"]
+        return "\n".join(lines)
+
+
+def inspect(path: Path) -> Inspection:
+    """Inspect a step folder, or the newest complete step of a run folder.
+
+    Raises UsageError when `path` is neither; damage is not an error but part of what is returned.
+    """
+    skipped: list[str] = []
+    if (path / FOLDER).is_dir():
+        path, skipped = find_latest(path)
+    elif not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
+        raise UsageError(
+            f"{path}: neither a run folder nor a step folder; name one, e.g. RUN/checkpoints/step_00000100"
+        )
+    problems: list[str] = []
+    try:
+        verify(path)
+    except UsageError as error:
+        problems.append(str(error))
+    tensors: dict[str, list[TensorInfo]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            tensors[file.name] = read_header(file)
+        except UsageError as error:
+            problems.append(str(error))
+    return Inspection(
+        folder=path, skipped=skipped, state=_read_state(path, problems), tensors=tensors, problems=problems
+    )
+
+
+def _read_state(folder: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+    except OSError as error:
+        problems.append(f"{folder / STATE}: cannot be read: {error.strerror}")
+    except ValueError as error:
+        problems.append(f"{folder / STATE}: expected JSON, found: {error}")
+    else:
+        if isinstance(state, dict):
+            return state
+        problems.append(f"{folder / STATE}: expected a JSON object, found {type(state).__name__}")
+    return {}
+
+
+def _describe(key: str, value: Any, indent: str) -> list[str]:
+    """`key: value` lines; a dictionary becomes an indented block, a long list its length."""
+    if isinstance(value, dict) and value:
+        inner = [line for name, entry in value.items() for line in _describe(name, entry, indent + "  ")]
+        return [f"{indent}{key}:", *inner]
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list) and len(text) > 80:
+        text = f"a list of {len(value)}"
+    return [f"{indent}{key}: {text}"]

@@ -1,0 +1,29 @@
+"""One line for a user's mistake, on one rank, before ranks know of each other (and without torch)."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+GRACE_SECONDS = 2.0
+"""What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
+
+_RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def first_rank_guess(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is rank 0 as far as the environment tells (no MPI call, never an error)."""
+    in_slurm_step = bool(environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID"))
+    names = [*_RANK_VARIABLES, *(["SLURM_PROCID"] if in_slurm_step else [])]
+    return next((environ[name] for name in names if environ.get(name)), "0") == "0"
+
+
+def refuse(error: Exception) -> int:
+    """Report a mistake that every rank has found alike: the first rank prints it, the others wait a moment. Exit code
+    2.
+    """
+    if first_rank_guess():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_SECONDS)
+    return 2

@@ -1,0 +1,149 @@
+"""Rules that join sections: what contradicts, what would have no effect, and what must divide the world size.
+
+`check_run` looks at the configuration alone, right after parsing; `check_world` also at the number of processes, once
+it is known. With W processes, TP × PP of them hold one replica of the model, so DP = W / (TP × PP) replicas share the
+batch: global_batch_size = DP × micro_batch_size × accumulation steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_allattn.config.errors import flag, usage_error
+from megatron_allattn.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """How the streams of one step are spread: every number counts streams or processes."""
+
+    data_parallel_size: int
+    """Replicas of the model (DP)."""
+
+    micro_batch_size: int
+    """Streams of one replica in one forward pass."""
+
+    accumulation_steps: int
+    """Forward passes of one replica in one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoEffect:
+    """A flag that does nothing under a condition."""
+
+    fields: tuple[str, ...]
+    condition: Callable[[RunConfig], bool]
+    reason: str
+    fix: str
+
+
+_NO_EFFECT = (
+    _NoEffect(
+        fields=("span_loss", "span_ramp"),
+        condition=lambda run: not run.model.adaptive_span,
+        reason="has no effect with --no-adaptive-span: the span is fixed",
+        fix="leave one of the two out",
+    ),
+    _NoEffect(
+        fields=("adam_beta1", "adam_beta2", "adam_eps"),
+        condition=lambda run: run.optimizer.optimizer != "adam",
+        reason="has no effect with --optimizer adagrad",
+        fix="leave it out or choose --optimizer adam",
+    ),
+    _NoEffect(
+        fields=("min_lr", "lr_decay_iters"),
+        condition=lambda run: run.optimizer.lr_decay_style == "constant",
+        reason="has no effect with --lr-decay-style constant",
+        fix="leave it out or choose linear or cosine",
+    ),
+    _NoEffect(
+        fields=("save_interval",),
+        condition=lambda run: run.checkpoint.save is None,
+        reason="has no effect without --save: nothing is saved",
+        fix="add --save DIR or leave it out",
+    ),
+)
+
+
+def check_run(config: RunConfig, explicit: frozenset[str]) -> None:
+    """Checks the rules between sections.
+
+    Args:
+        explicit: the flags given on the command line ("--min-lr"); only those are refused for having no effect, a
+            recipe's value is not.
+
+    Raises:
+        UsageError: two values contradict, or a given flag would be ignored.
+    """
+    optimizer, decay_style = config.optimizer, config.optimizer.lr_decay_style
+    decay_end = optimizer.lr_decay_iters or config.training.train_iters
+    if decay_style != "constant" and optimizer.lr_warmup_iters >= decay_end:
+        raise usage_error(
+            "--lr-warmup-iters",
+            optimizer.lr_warmup_iters,
+            f"must be below the {decay_end} steps after which the {decay_style} decay has ended",
+            "shorten the warm-up, raise --train-iters or --lr-decay-iters, or choose --lr-decay-style constant",
+        )
+    sections = (config.model, config.optimizer, config.checkpoint)
+    for rule in _NO_EFFECT:
+        for name in rule.fields:
+            if flag(name) in explicit and rule.condition(config):
+                value = next(getattr(section, name) for section in sections if hasattr(section, name))
+                raise usage_error(flag(name), value, rule.reason, rule.fix)
+
+
+def batch_shape(config: RunConfig, world_size: int) -> BatchShape:
+    """How the batch is spread over `world_size` processes that `check_world` has accepted."""
+    parallel, training = config.parallel, config.training
+    data_parallel_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    share = training.global_batch_size // data_parallel_size
+    micro_batch_size = training.micro_batch_size or share
+    return BatchShape(
+        data_parallel_size=data_parallel_size,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=share // micro_batch_size,
+    )
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Checks that model and batch divide evenly over `world_size` processes.
+
+    Raises:
+        UsageError: the processes do not form whole replicas, or heads, feed-forward width or batch do not divide.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    tensor_size = parallel.tensor_model_parallel_size
+    replica = tensor_size * parallel.pipeline_model_parallel_size
+    if model.num_attention_heads % tensor_size:
+        legal = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
+        raise usage_error(
+            "--tensor-model-parallel-size",
+            tensor_size,
+            f"must divide --num-attention-heads {model.num_attention_heads}",
+            f"possible are {', '.join(map(str, legal))}",
+        )
+    if model.feed_forward_size % tensor_size:
+        raise usage_error(
+            "--feed-forward-size",
+            model.feed_forward_size,
+            f"must be a multiple of --tensor-model-parallel-size {tensor_size}",
+            f"the next one is {-(-model.feed_forward_size // tensor_size) * tensor_size}",
+        )
+    if world_size % replica:
+        raise usage_error(
+            "--tensor-model-parallel-size",
+            tensor_size,
+            f"{world_size} process does not form a replica of {replica} processes"
+            if world_size == 1
+            else f"{world_size} processes do not form replicas of {replica}",
+            f"start {replica} processes or a multiple of it, or change the size",
+        )
+    data_parallel_size = world_size // replica
+    unit = data_parallel_size * (training.micro_batch_size or 1)
+    if training.global_batch_size % unit:
+        micro = f" × --micro-batch-size {training.micro_batch_size}" if training.micro_batch_size else ""
+        raise usage_error(
+            "--global-batch-size",
+            training.global_batch_size,
+            f"must be a multiple of {unit} ({data_parallel_size} data-parallel replicas{micro})",
+            f"the next one is {-(-training.global_batch_size // unit) * unit}",
+        )

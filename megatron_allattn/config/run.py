@@ -1,0 +1,223 @@
+"""One run of training: the remaining sections, and all sections together as `RunConfig`.
+
+The path from a flag to a line of code is short: `--tensor-model-parallel-size` is
+`run.parallel.tensor_model_parallel_size`, and a module gets that number as a constructor argument.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from megatron_allattn.config.checks import LARGEST, check_range, conform_types, field_types
+from megatron_allattn.config.data import DataConfig
+from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.model import ModelConfig
+from megatron_allattn.config.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Layout: how model, optimizer state and batch are spread over processes."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share the heads of every layer (TP)."""
+
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into (PP); this release has one."""
+
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+
+    deepspeed_config: Path | None = None
+    """A DeepSpeed JSON for ZeRO, offload and communication: a file, or one of ds_configs/ by its name."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Minutes after which a process that waits for another gives up."""
+
+    def __post_init__(self) -> None:
+        conform_types(self)
+        check_range(self, "tensor_model_parallel_size", at_least=1, at_most=LARGEST)
+        check_range(self, "pipeline_model_parallel_size", at_least=1, at_most=LARGEST)
+        check_range(self, "zero_stage", at_least=0, at_most=3)
+        check_range(self, "distributed_timeout_minutes", above=0, at_most=7 * 24 * 60)
+        if self.pipeline_model_parallel_size > 1:
+            raise usage_error(
+                "--pipeline-model-parallel-size",
+                self.pipeline_model_parallel_size,
+                "this release runs the layers in one stage",
+                "leave it at 1 and use tensor parallelism, data parallelism and ZeRO",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Training: batch, length, precision and evaluation."""
+
+    seq_length: int = 128
+    """Tokens M of every stream in one step."""
+
+    micro_batch_size: int | None = None
+    """Streams of one process in one forward pass; its whole share of the batch if left out."""
+
+    global_batch_size: int = 16
+    """Streams in one step, over all processes."""
+
+    train_iters: int = 1000
+    """Optimizer steps in the whole run."""
+
+    seed: int = 1234
+    """Decides initial weights, dropout and restarts of the data."""
+
+    bf16: bool = False
+    """Compute in bfloat16 with float32 master weights."""
+
+    fp16: bool = False
+    """Compute in float16 with loss scaling (GPU only)."""
+
+    fused: Literal["auto", "apex", "torch"] = "auto"
+    """Fused kernels: NVIDIA's apex where it is installed, always (an error without it), or PyTorch's only."""
+
+    eval_interval: int = 0
+    """Steps between two evaluations on the validation split; 0 evaluates at the end only."""
+
+    eval_iters: int = 0
+    """Blocks of --seq-length tokens per stream in one evaluation; 0 is the whole split."""
+
+    def __post_init__(self) -> None:
+        conform_types(self)
+        for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters"):
+            check_range(self, name, at_least=1, at_most=LARGEST)
+        for name in ("eval_interval", "eval_iters"):
+            check_range(self, name, at_least=0, at_most=LARGEST)
+        check_range(self, "seed", at_least=0, at_most=2**63 - 1)
+        if self.bf16 and self.fp16:
+            raise usage_error("--bf16", "--fp16", "a run has one precision", "give one of the two")
+        if self.micro_batch_size is not None and self.global_batch_size % self.micro_batch_size:
+            raise usage_error(
+                "--global-batch-size",
+                self.global_batch_size,
+                f"must be a multiple of --micro-batch-size {self.micro_batch_size}",
+                "change one of the two",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints: where a run is kept and where it goes on from."""
+
+    save: Path | None = None
+    """Run folder for the configuration, metrics and checkpoints."""
+
+    load: Path | None = None
+    """Run folder to resume from, at its latest good checkpoint."""
+
+    save_interval: int = 0
+    """Steps between two checkpoints; 0 saves at the end only."""
+
+    def __post_init__(self) -> None:
+        conform_types(self)
+        check_range(self, "save_interval", at_least=0, at_most=LARGEST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Logging: what is said while training."""
+
+    log_interval: int = 10
+    """Steps between two log lines."""
+
+    tensorboard_dir: Path | None = None
+    """Folder for TensorBoard event files."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project that gets the metrics."""
+
+    deepspeed_verbose: bool = False
+    """Show DeepSpeed's own messages."""
+
+    def __post_init__(self) -> None:
+        conform_types(self)
+        check_range(self, "log_interval", at_least=1, at_most=LARGEST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Pretrain an all-attention language model.
+
+    Flags may be written with - or _. The launchers' --deepspeed and --local_rank are accepted and have no effect.
+    """
+
+    recipe: str | None = None
+    """Named defaults that the other flags override; 'list' shows the names."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How it is spread over processes."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """How the weights move."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which text is read."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Batch, length, precision and evaluation."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where the run is kept."""
+
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What is said while training."""
+
+    def __post_init__(self) -> None:
+        conform_types(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON's types, section by section; `from_dict` gives back an equal one."""
+        return {
+            name: {key: str(v) if isinstance(v, Path) else v for key, v in value.items()}
+            if isinstance(value, dict)
+            else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The configuration that `to_dict` wrote. A field that is left out has its default.
+
+        Raises:
+            UsageError: an unknown key, or a value that the field does not accept.
+        """
+        _check_keys("configuration", values, [f.name for f in dataclasses.fields(cls)])
+        arguments: dict[str, Any] = {}
+        for name, value in values.items():
+            section = SECTIONS.get(name)
+            if section is None:
+                arguments[name] = value
+            else:
+                _check_keys(f"configuration section {name}", value, [f.name for f in dataclasses.fields(section)])
+                arguments[name] = section(**value)
+        return cls(**arguments)
+
+
+SECTIONS: dict[str, type] = {
+    name: kind
+    for name, (kind, *_) in field_types(RunConfig).items()
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
+"""The sections of `RunConfig` by field name."""
+
+
+def _check_keys(what: str, values: Any, known: list[str]) -> None:
+    """Refuses anything but an object with known keys."""
+    if not isinstance(values, dict):
+        raise UsageError(f"{what}: must be an object with named values, not {type(values).__name__}")
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise usage_error(what, key, "unknown key", fix)

@@ -1,0 +1,234 @@
+"""The commit protocol: what is on the disk after it, which folder is the newest, and what verification finds."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, verify
+from megatron_allattn.checkpoint.tensors import TensorFiles, read_tensors
+from megatron_allattn.config.errors import UsageError
+from tests.support.forked import run_forked
+
+
+def _save(run: Path, step: int, value: float | None = None, *, replace: bool = False) -> Path:
+    temporary = begin(run, step)
+    files = TensorFiles(temporary, "weights", max_bytes=64)
+    for name in ("a", "b"):
+        files.add(name, torch.full((10,), float(step) if value is None else value))
+    files.close()
+    write_json_atomic(temporary / "state.json", {"step": step})
+    return commit(temporary, step, replace=replace)
+
+
+def _value(folder: Path) -> float:
+    (value,) = {number for _name, tensor in read_tensors(folder, "weights") for number in tensor.tolist()}
+    return value
+
+
+def _entries(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_what_a_commit_leaves(tmp_path: Path):
+    folder = _save(tmp_path, 100)
+    assert folder == tmp_path / "checkpoints" / "step_00000100"
+    tensors = ["weights-00001.safetensors", "weights-00002.safetensors"]
+    assert sorted(os.listdir(folder)) == ["COMPLETE", "manifest.json", "state.json", *tensors]
+    content = (folder / "manifest.json").read_bytes()
+    assert (folder / "COMPLETE").read_text() == hashlib.sha256(content).hexdigest() + "\n"
+    assert json.loads(content) == {
+        "format": "megatron-allattn-checkpoint",
+        "version": 1,
+        "step": 100,
+        "files": {
+            name: {
+                "bytes": len((folder / name).read_bytes()),
+                "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+            }
+            for name in ["state.json", *tensors]
+        },
+    }
+    assert verify(folder) == json.loads(content)
+    assert (tmp_path / "latest").read_text() == "step_00000100\n"
+    assert _entries(tmp_path) == ["step_00000100"]
+
+
+def test_the_newest_complete_step_is_found(tmp_path: Path):
+    for step in (5, 123_456_789, 100):
+        _save(tmp_path, step)
+    folder, skipped = find_latest(tmp_path)
+    assert folder.name == "step_123456789"
+    assert skipped == [
+        f"{tmp_path / 'latest'}: it names 'step_00000100', but step_123456789 is the newest complete step"
+    ]
+
+
+def test_foreign_and_incomplete_names_are_passed_over_and_kept(tmp_path: Path):
+    good = _save(tmp_path, 100)
+    parent = good.parent
+    os.rename(_save(tmp_path, 200), parent / "step_00000200.backup")
+    os.rename(_save(tmp_path, 300), parent / "foo_step_00000300")
+    os.rename(_save(tmp_path, 400), parent / "step_400")
+    os.rename(_save(tmp_path, 500), parent / "step_0000000500")
+    os.rename(_save(tmp_path, 600), parent / "step_00000601")
+    (parent / "step_00009999").mkdir()
+    (parent / "step_00000700").symlink_to(parent / "step_00000200.backup")
+    (parent / "step_00000800").write_text("a file")
+    (_save(tmp_path, 900) / "COMPLETE").unlink()
+    os.truncate(_save(tmp_path, 950) / "weights-00001.safetensors", 60)
+    (tmp_path / "latest").write_text("step_00000950")
+    before = _entries(tmp_path)
+    folder, skipped = find_latest(tmp_path)
+    assert folder == good
+    reasons = {line.removeprefix(f"{parent}/").partition(": ")[0]: line.partition(": ")[2] for line in skipped}
+    assert reasons == {
+        "foo_step_00000300": "not the name of a step folder",
+        "step_00000200.backup": "not the name of a step folder",
+        "step_0000000500": "not the name of a step folder",
+        "step_400": "not the name of a step folder",
+        "step_00000700": "not a folder",
+        "step_00000800": "not a folder",
+        "step_00009999": "expected a file COMPLETE, found none (its save did not end)",
+        "step_00000900": "expected a file COMPLETE, found none (its save did not end)",
+        "step_00000950": "weights-00001.safetensors: damaged: expected 104 bytes, found 60",
+        "step_00000601": "manifest.json: expected step 601 (from the folder's name), found 600",
+        f"{tmp_path}/latest": "it names 'step_00000950', but step_00000100 is the newest complete step",
+    }
+    _save(tmp_path, 1000)
+    assert _entries(tmp_path) == sorted([*before, "step_00001000"])
+
+
+def test_check_bytes_passes_over_a_damaged_step(tmp_path: Path):
+    good, damaged = _save(tmp_path, 1), _save(tmp_path, 2)
+    path = damaged / "weights-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert find_latest(tmp_path)[0] == damaged
+    folder, skipped = find_latest(tmp_path, check_bytes=True)
+    assert folder == good
+    assert skipped[0].startswith(f"{damaged}: {path.name}: damaged: expected SHA-256 ")
+
+
+def test_nothing_to_load_names_the_folder(tmp_path: Path):
+    with pytest.raises(UsageError, match=f"^{tmp_path / 'run'}: no checkpoint to load: there is no folder"):
+        find_latest(tmp_path / "run")
+    (_save(tmp_path, 3) / "COMPLETE").unlink()
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path}: no complete checkpoint in .*step_00000003: expected a file COM"
+    ):
+        find_latest(tmp_path)
+
+
+def _flip(folder: Path) -> None:
+    path = folder / "weights-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x10
+    path.write_bytes(content)
+
+
+def _edit_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 7', '"step": 8'))
+
+
+def _other_version(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    (folder / "COMPLETE").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_flip, r"weights-00001\.safetensors: damaged: expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"),
+        (
+            lambda folder: (folder / "weights-00002.safetensors").unlink(),
+            r"00002\S+: expected a file of 104 bytes, found",
+        ),
+        (lambda folder: os.truncate(folder / "state.json", 3), r"state\.json: damaged: expected 16 bytes, found 3"),
+        (lambda folder: (folder / "weights-00003.safetensors").touch(), r"00003\.safetensors: expected no such file"),
+        (_edit_manifest, r"manifest\.json: damaged: expected SHA-256 \w+ \(from COMPLETE\), found"),
+        (_other_version, r"manifest\.json: expected megatron-allattn-checkpoint version 1, found \S+ version 2"),
+        (lambda folder: (folder / "COMPLETE").write_bytes(b""), r"manifest\.json: damaged: expected SHA-256"),
+        (lambda folder: (folder / "COMPLETE").unlink(), r"expected a file COMPLETE, found none"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"expected a file manifest\.json, found none"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], message: str):
+    folder = _save(tmp_path, 7)
+    damage(folder)
+    with pytest.raises(UsageError, match=message) as caught:
+        verify(folder)
+    assert str(caught.value).startswith(str(folder)) and "\n" not in str(caught.value)
+
+
+def test_a_complete_step_is_replaced_only_on_request(tmp_path: Path):
+    folder = _save(tmp_path, 4, 1.0)
+    with pytest.raises(FileExistsError, match="is complete already"):
+        _save(tmp_path, 4, 2.0)
+    assert _value(folder) == 1.0 and _entries(tmp_path) == ["step_00000004"]
+    assert _save(tmp_path, 4, 3.0, replace=True) == folder
+    assert _value(folder) == 3.0 and _entries(tmp_path) == ["step_00000004"]
+    verify(folder)
+
+
+def test_an_incomplete_step_is_replaced_and_a_foreign_folder_set_aside(tmp_path: Path):
+    (_save(tmp_path, 4, 1.0) / "COMPLETE").unlink()
+    assert _value(_save(tmp_path, 4, 2.0)) == 2.0
+    foreign = tmp_path / "checkpoints" / "step_00000005"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("keep me")
+    assert _value(_save(tmp_path, 5)) == 5.0
+    aside = f"step_00000005.set-aside-{os.getpid()}"
+    assert _entries(tmp_path) == ["step_00000004", "step_00000005", aside]
+    _save(tmp_path, 6)
+    assert (tmp_path / "checkpoints" / aside / "notes.txt").read_text() == "keep me"
+
+
+def test_abort_leaves_nothing(tmp_path: Path):
+    temporary = begin(tmp_path, 8)
+    (temporary / "state.json").write_text("{}")
+    assert _entries(tmp_path) == [f".step_00000008.tmp-{os.getpid()}"]
+    abort(temporary)
+    assert _entries(tmp_path) == []
+    with pytest.raises(AssertionError):
+        abort(tmp_path)
+
+
+def test_the_run_folder_is_made_or_refused(tmp_path: Path):
+    prepare_run_folder(tmp_path / "new" / "run")
+    assert os.listdir(tmp_path / "new" / "run") == ["checkpoints"] and _entries(tmp_path / "new" / "run") == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file: the run folder cannot be written .*choose another --save"):
+        prepare_run_folder(tmp_path / "file")
+
+
+def test_a_read_only_run_folder(tmp_path: Path):
+    run = tmp_path / "run"
+    prepare_run_folder(run)
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    (run / "checkpoints").chmod(0o555)
+
+    def unprivileged(function: Callable[[], object]) -> Callable[[], object]:
+        def call() -> object:
+            if os.getuid() == 0:  # root may write anywhere
+                os.setgid(65534)
+                os.setuid(65534)
+            return function()
+
+        return call
+
+    code, text = run_forked(unprivileged(lambda: prepare_run_folder(run)))
+    assert (code, text.partition(" (")[0]) == (1, f"UsageError: {run}: the run folder cannot be written")
+    code, text = run_forked(unprivileged(lambda: begin(run, 1)))
+    assert code == 1
+    assert text.startswith(f"StorageError: {run}/checkpoints/.step_00000001.tmp-")
+    assert ": the folder is not writable: " in text

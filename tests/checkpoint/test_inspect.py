@@ -1,0 +1,120 @@
+"""tools/inspect_checkpoint.py: what it prints and its exit codes, on checkpoints whose content is known."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.folder import begin, commit
+from megatron_allattn.checkpoint.tensors import TensorFiles
+from tests.support.pool import ROOT
+
+STATE = {
+    "step": 12,
+    "config": {"model": {"num_layers": 2, "adaptive_span": True}, "recipe": None},
+    "data": {"position": 640, "offsets": list(range(100))},
+    "versions": {"torch": "2.13.0"},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    temporary = begin(tmp_path, 12)
+    for prefix, tensors in (
+        ("weights", {"layers.0.query": torch.ones(3, 4), "layers.0.span": torch.zeros(2, dtype=torch.float64)}),
+        ("optimizer", {"layers.0.query.moment": torch.ones(3, 4, dtype=torch.bfloat16), "step": torch.tensor(12)}),
+    ):
+        files = TensorFiles(temporary, prefix)
+        for name, tensor in tensors.items():
+            files.add(name, tensor)
+        files.close()
+    write_json_atomic(temporary / "state.json", STATE)
+    commit(temporary, 12)
+    return tmp_path
+
+
+def _inspect(*arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, str(ROOT / "tools/inspect_checkpoint.py"), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, timeout=60)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_text_of_an_intact_checkpoint(run: Path):
+    code, output, errors = _inspect(run)
+    assert (code, errors) == (0, "")
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert lines == [
+        f"checkpoint {run}/checkpoints/step_00000012",
+        *["step: 12", "config:", "model:", "num_layers: 2", "adaptive_span: true", "recipe: null"],
+        *["data:", "position: 640", "offsets: a list of 100", "versions:", 'torch: "2.13.0"'],
+        "optimizer-00001.safetensors: 2 tensors, 32 bytes",
+        "step I64 [] 8",
+        "layers.0.query.moment BF16 [3, 4] 24",
+        "weights-00001.safetensors: 2 tensors, 64 bytes",
+        "layers.0.span F64 [2] 16",
+        "layers.0.query F32 [3, 4] 48",
+        "total: 4 tensors, 96 bytes",
+        "intact: every file matches the manifest",
+    ]
+
+
+def test_json_of_a_step_folder(run: Path):
+    code, output, _errors = _inspect("--json", run / "checkpoints" / "step_00000012")
+    found = json.loads(output)
+    assert code == 0
+    assert (found["intact"], found["problems"], found["state"]) == (True, [], STATE)
+    assert found["tensors"][3] == {
+        "file": "weights-00001.safetensors",
+        "name": "layers.0.query",
+        "dtype": "F32",
+        "shape": [3, 4],
+        "bytes": 48,
+    }
+
+
+def test_damage_is_exit_code_1(run: Path):
+    folder = run / "checkpoints" / "step_00000012"
+    content = bytearray((folder / "weights-00001.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "weights-00001.safetensors").write_bytes(content)
+    code, output, errors = _inspect(folder)
+    assert (code, errors) == (1, "")
+    last = output.splitlines()[-1]
+    assert last.startswith(f"damaged: {folder}/weights-00001.safetensors: damaged: expected SHA-256 ")
+    (folder / "weights-00001.safetensors").write_bytes(b"short")
+    (folder / "state.json").write_text("{")
+    (folder / "COMPLETE").unlink()
+    code, output, _errors = _inspect(folder, "--json")
+    problems = json.loads(output)["problems"]
+    assert code == 1
+    assert [problem.removeprefix(f"{folder}").split(":")[0] for problem in problems] == [
+        "",
+        "/weights-00001.safetensors",
+        "/state.json",
+    ]
+
+
+def test_a_newer_incomplete_step_is_mentioned(run: Path):
+    (run / "checkpoints" / "step_00000013").mkdir()
+    code, output, _errors = _inspect(run)
+    assert code == 0
+    assert output.splitlines()[1].endswith("step_00000013: expected a file COMPLETE, found none (its save did not end)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: path"),
+        (["nowhere"], "nowhere: neither a run folder nor a step folder"),
+        ([ROOT / "setup.py"], "neither a run folder nor a step folder"),
+        (["nowhere", "--yaml"], "unrecognized arguments: --yaml"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[object], message: str):
+    code, output, errors = _inspect(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1

@@ -1,0 +1,163 @@
+"""Tensors survive the files bit for bit; the safetensors library itself is the independent reader and writer."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
+from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader, read_tensors
+from megatron_allattn.config.errors import UsageError
+from tests.support.pool import ROOT
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _sample() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randint(-(2**62), 2**62, (6, 5), generator=generator)
+    quiet_nan_with_payload = torch.tensor([0x7FC01234, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    return {
+        "bfloat16": noise.view(torch.bfloat16)[:, 1:],
+        "float32": torch.cat([quiet_nan_with_payload, torch.tensor([-0.0, 1e-45, math.inf])]),
+        "float64": torch.tensor([[0.1, -5e-324], [math.nan, 1.7976931348623157e308]], dtype=torch.float64).t(),
+        "int64": noise,
+        "float16": noise.view(torch.float16)[0],
+        "odd": torch.tensor([1, 2, 255], dtype=torch.uint8),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "näme/with.dots": torch.ones(2, 1, dtype=torch.int32).expand(2, 3),
+    }
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], **options: int) -> dict[str, str]:
+    files = TensorFiles(folder, "weights", **options)
+    for name, tensor in tensors.items():
+        files.add(name, tensor)
+    return files.close()
+
+
+def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path: Path):
+    tensors = _sample()
+    assert _write(tmp_path, tensors) == dict.fromkeys(tensors, "weights-00001.safetensors")
+    found = dict(read_tensors(tmp_path, "weights"))
+    by_library = safetensors.torch.load_file(tmp_path / "weights-00001.safetensors")
+    assert found.keys() == by_library.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert _bits(found[name]) == _bits(by_library[name]) == _bits(tensor), name
+
+
+def test_files_of_the_library_are_read(tmp_path: Path):
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in _sample().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "weights-00001.safetensors", metadata={"format": "pt"})
+    reader = TensorReader(tmp_path, "weights")
+    assert sorted(reader.names) == sorted(tensors)
+    assert all(_bits(reader.read(name)) == _bits(tensor) for name, tensor in tensors.items())
+    assert reader.infos["float64"] == TensorInfo("float64", "F64", (2, 2), 32)
+
+
+def test_header_bytes():
+    header = pack_header([TensorInfo("a", "F32", (2, 1), 8), TensorInfo("b", "U8", (), 1)])
+    text = (
+        b'{"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
+    )
+    assert header[:8] == (112).to_bytes(8, "little")
+    assert header[8:] == text.ljust(112)
+
+
+def test_files_are_bounded_and_a_large_tensor_is_alone(tmp_path: Path):
+    sizes = {"a": 40, "b": 40, "c": 40, "large": 300, "d": 60, "e": 40}
+    tensors = {name: torch.full((size // 4,), float(size)) for name, size in sizes.items()}
+    numbers = {name: int(file[8:13]) for name, file in _write(tmp_path, tensors, max_bytes=100).items()}
+    assert numbers == {"a": 1, "b": 1, "c": 2, "large": 3, "d": 4, "e": 4}
+    assert [name for name, _tensor in read_tensors(tmp_path, "weights")] == list(sizes)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(tmp_path, "weights"))
+
+
+def test_a_tensor_may_be_changed_after_it_was_added(tmp_path: Path):
+    buffer = torch.arange(4.0)
+    files = TensorFiles(tmp_path, "weights")
+    files.add("first", buffer)
+    buffer.mul_(-1)
+    files.add("second", buffer)
+    files.close()
+    found = dict(read_tensors(tmp_path, "weights"))
+    assert found["first"].tolist() == [0, 1, 2, 3] and found["second"].tolist() == [0, -1, -2, -3]
+
+
+def test_prefixes_do_not_mix(tmp_path: Path):
+    for prefix in ("caches", "caches_old"):
+        files = TensorFiles(tmp_path, prefix)
+        files.add("x", torch.tensor([float(len(prefix))]))
+        files.close()
+    (tmp_path / "caches-1.safetensors").write_bytes(b"")
+    assert [(name, tensor.item()) for name, tensor in read_tensors(tmp_path, "caches")] == [("x", 6.0)]
+
+
+def test_memory_is_bounded_by_one_file(tmp_path: Path):
+    script = (
+        "import resource, sys, torch; from pathlib import Path\n"
+        "from megatron_allattn.checkpoint.tensors import TensorFiles\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "files, value = TensorFiles(Path(sys.argv[1]), 'weights', max_bytes=8 * 2**20), torch.zeros(2**20)\n"
+        "before = peak()\n"
+        "for index in range(40): files.add(str(index), value)\n"
+        "files.close(); print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    grown = int(subprocess.check_output(command, cwd=ROOT, text=True, timeout=60))
+    total = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert total > 160 * 2**20 and len(list(tmp_path.iterdir())) == 20
+    assert grown < 24 * 2**20, f"{grown:,} bytes for a bound of 8 MiB"
+
+
+def _two_files(folder: Path) -> list[Path]:
+    _write(folder, {"a": torch.ones(30), "b": torch.ones(30)}, max_bytes=120)
+    return sorted(folder.iterdir())
+
+
+def test_a_gap_in_the_numbering_is_named(tmp_path: Path):
+    first, _second = _two_files(tmp_path)
+    first.unlink()
+    with pytest.raises(UsageError, match=r"weights-00001\.safetensors is missing, found weights-00002"):
+        TensorReader(tmp_path, "weights")
+
+
+def test_a_name_in_two_files_is_an_error(tmp_path: Path):
+    first, second = _two_files(tmp_path)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(UsageError, match=r"weights-00002\.safetensors: tensor a is also in weights-00001"):
+        TensorReader(tmp_path, "weights")
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path):
+    _two_files(tmp_path)
+    with pytest.raises(UsageError, match=r"tensor c: not in this checkpoint \(2 tensors\)"):
+        TensorReader(tmp_path, "weights").read("c")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"0 bytes hold no complete header"),
+        (b"\x80\x05pickle", r"8 bytes hold no complete header"),
+        ((1000).to_bytes(8, "little") + b"{}", r"10 bytes hold no complete header"),
+        ((4).to_bytes(8, "little") + b"[1] ", r"header is damaged"),
+        ((4).to_bytes(8, "little") + b"nope", r"header is damaged"),
+        (pack_header([TensorInfo("a", "F32", (2,), 9)]) + b"123456789", r"F32 of shape \(2,\) does not take 9 bytes"),
+        (pack_header([TensorInfo("a", "F32", (2,), 8)]) + b"1234", r"describes 72 bytes, found 68"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str):
+    path = tmp_path / "weights-00001.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        read_header(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)

@@ -1,0 +1,175 @@
+"""tools/prepare_data.py as users start it: what it prints, its exit codes, one-line errors, nothing left behind."""
+
+import argparse
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_allattn.data.tokenizers import CharTokenizer
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
+OUTPUTS = {"P.json"} | {f"P_{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx")}
+
+
+def tool(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(TOOL), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[list[str]], int]:
+    """The tool's main function, in this process: for what needs no process of its own."""
+    return runpy.run_path(str(TOOL))["main"]
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    before = sorted(folder.iterdir())
+    done = tool(folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+    return done.stderr
+
+
+def test_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab" * 8)
+    (tmp_path / "b.txt").write_bytes(b"cd" * 8)
+    done = tool(tmp_path, "byte", "--input", "a.txt", "b.txt", "--output-prefix", "P", "--split", "2,1,1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == "P: 32 tokens (byte, vocabulary of 256) of 2 documents, text files"
+    assert "unigram entropy 2.0000 bits per token" in done.stdout.splitlines()[-2]
+    assert done.stdout.splitlines()[-1] == "train on it: python pretrain.py --data-path P"
+    assert {path.name for path in tmp_path.iterdir()} == OUTPUTS | {"a.txt", "b.txt"}
+    assert (tmp_path / "P_train.bin").read_bytes() == b"ab" * 8
+    assert "P.json exists already" in refused(tmp_path, "byte", "--input", "a.txt", "--output-prefix", "P")
+    assert (
+        tool(tmp_path, "byte", "--input", "b.txt", "--output-prefix=P", "--split=2,1,1", "--overwrite").returncode == 0
+    )
+    assert (tmp_path / "P_train.bin").read_bytes() == b"cd" * 4
+
+
+def test_characters_with_the_vocabulary_of_other_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("zéa")
+    (tmp_path / "b.txt").write_text("aé")
+    assert tool(tmp_path, "char", "--input", "a.txt", "--output-prefix", "A", "--split", "1,1,1").returncode == 0
+    flags = ["--output-prefix", "P", "--split", "1,0,0", "--tokenizer-model"]
+    assert tool(tmp_path, "char", "--input", "b.txt", *flags, "A.json").returncode == 0
+    assert (tmp_path / "P_train.bin").read_bytes() == bytes([0, 2])
+    (tmp_path / "vocab.json").write_text(json.dumps(CharTokenizer(["a", "z"]).to_json()))
+    message = refused(tmp_path, "char", "--input", "b.txt", *flags, "vocab.json", "--overwrite")
+    assert "b.txt: character 'é' (U+00E9 LATIN SMALL LETTER E WITH ACUTE) at byte offset 1" in message
+    (tmp_path / "vocab.json").write_text('{"type": "byte", "vocab_size": 256}')
+    assert "describes a byte tokenizer" in refused(tmp_path, "char", "--input", "b.txt", *flags, "vocab.json")
+
+
+def test_standard_library(tmp_path: Path) -> None:
+    done = tool(tmp_path, "stdlib", "--output-prefix", "P")
+    assert (done.returncode, done.stderr) == (0, "")
+    content = json.loads((tmp_path / "P.json").read_text())
+    assert content["corpus"] == f"standard library of Python {'.'.join(map(str, sys.version_info[:3]))}"
+    whole = b"".join((tmp_path / f"P_{split}.bin").read_bytes() for split in ("train", "valid", "test"))
+    assert Path(argparse.__file__).read_bytes() in whole
+    assert 4.0 < content["unigram_entropy_bits"] < 5.5
+
+
+def test_raw_bytes_and_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfab\r\n")
+    (tmp_path / "b.bin").write_bytes(b"\xff\0ab")
+    done = tool(tmp_path, "byte", "--input", "a.txt", "--output-prefix", "P", "--split", "1,0,0")
+    assert "dropped the byte-order mark at the start of 1 file" in done.stdout
+    assert (tmp_path / "P_train.bin").read_bytes() == b"ab\r\n"
+    message = refused(tmp_path, "byte", "--input", "b.bin", "--output-prefix", "Q")
+    assert "b.bin: line 1, byte offset 0 (byte 0xff) is not valid UTF-8" in message
+    flags = ["--output-prefix", "Q", "--split", "1,0,0", "--raw-bytes"]
+    assert tool(tmp_path, "byte", "--input", "b.bin", *flags).returncode == 0
+    assert (tmp_path / "Q_train.bin").read_bytes() == b"\xff\0ab"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("byte --input a.txt", "--output-prefix"),
+        ("byte --output-prefix P", "--input"),
+        ("byte --input none.txt --output-prefix P", "none.txt: no such file"),
+        ("byte --input . --output-prefix P", "is a folder"),
+        ("byte --input empty --output-prefix P", "empty: is empty"),
+        ("byte --input a.txt --output-prefix d/", "--output-prefix d/: is a folder"),
+        ("byte --input a.txt --output-prefix P --split -1,1,0", "--split -1,1,0: "),
+        ("byte --input a.txt --output-prefix P --split 90,abc5,5", "--split 90,abc5,5: "),
+        ("byte --input a.txt --output-prefix P --split 0,0,0", "--split 0,0,0: "),
+        ("byte --input a.txt --output-prefix P --split 1,1", "--split 1,1: "),
+        ("byte --input a.txt --output-prefix P --split 98,1,1", "leaves none of 5 tokens to valid"),
+        ("byte --inptu a.txt --output-prefix P", "did you mean --input?"),
+        ("byte --in a.txt --output-prefix P", "--in: is unknown"),
+        ("byte --input a.txt --input a.txt --output-prefix P", "--input: is given twice"),
+        ("byte --input a.txt --output-prefix P --tokenizer-model v.json", "has no effect with byte, only with char"),
+        ("char --input a.txt --output-prefix P --raw-bytes", "has no effect with char, only with byte"),
+        ("char --input a.txt --output-prefix P --tokenizer-model v.json", "v.json: cannot be read"),
+        ("stdlib --input a.txt --output-prefix P", "has no effect with stdlib"),
+        ("words --input a.txt --output-prefix P", "words"),
+        ("", "kind"),
+        ("byte --input a.txt --output-prefix P -x", "-x"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path,
+    arguments: str,
+    words: str,
+    main: Callable[[list[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / "empty").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    output, error = capsys.readouterr()
+    assert (output, error[:7], error.count("\n")) == ("", "error: ", 1)
+    assert words in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty"]
+
+
+def test_help(tmp_path: Path) -> None:
+    done = tool(tmp_path, "--help")
+    assert done.returncode == 0
+    for word in ("byte", "char", "stdlib", "--raw-bytes", "P_{train,valid,test}", "a boundary may cut a document"):
+        assert word in done.stdout
+
+
+def test_full_device_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 200_000)
+    script = (
+        "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.argv = sys.argv[1:];"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, str(TOOL), "byte", "--input", "a.txt", "--output-prefix", "out/P"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: out/P: File too large; nothing was written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ended_by_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(600_000_000)  # a hole: takes no space
+    command = [sys.executable, str(TOOL), "byte", "--raw-bytes", "--input", "large", "--output-prefix", "out/P"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out/.P.preparing/.P_train.bin.*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]

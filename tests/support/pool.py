@@ -1,0 +1,184 @@
+"""Worker processes that stay alive for the whole test run, joined by gloo: a distributed test costs milliseconds.
+
+    def _sum_of_ranks(rank, world_size, offset):            # at module level of the test's file
+        ...
+    def test_sum(pools):
+        assert pools(2).run(_sum_of_ranks, 5) == [11, 11]   # one result per rank
+
+Workers are plain subprocesses (pool_worker.py) with a pickle pipe each. A function is sent as file + module + qualified
+name, so that test files need not be importable. When a worker raises, dies or hangs, every worker's output (with its
+Python stack, if it hangs) is in the error, the pool is ended by pid, and the next call starts a new one.
+"""
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT = 180.0  # seconds; importing torch takes long on a busy machine
+GRACE = 2.0  # seconds that the other workers get to report after the first failure
+TAIL = 6000  # characters of a worker's output shown in an error
+
+
+class WorkerError(RuntimeError):
+    """A worker raised, died or hung. `rank` is the first one; `original` its exception, if it could be sent."""
+
+    def __init__(self, message: str, rank: int, original: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.original = rank, original
+
+
+class WorkerPool:
+    """`world_size` persistent processes with one gloo default group; started by the first `run`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._folder: Path | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call `function(rank, world_size, *args)` on every worker; the results by rank. Raises WorkerError."""
+        if "<" in function.__qualname__ or function.__module__ == "__main__":
+            raise ValueError(f"{function.__qualname__}: workers need a function at module level of an imported file")
+        if any(process.poll() is not None for process in self._processes):
+            self.end()  # died between two calls
+        if not self._processes:
+            self._start()
+        path = str(Path(function.__code__.co_filename).resolve())
+        request = pickle.dumps((path, function.__module__, function.__qualname__, pickle.dumps(args)))
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(request)
+            except OSError:
+                self._fail(rank, "died before the call", None)
+        return self._collect(timeout, function.__qualname__)
+
+    def end(self) -> None:
+        """End every worker by its pid and remove the pool's folder. The next `run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()  # an idle worker leaves by itself when its pipe closes
+        deadline = time.monotonic() + 1.0
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="worker_pool_"))
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHELASTIC_"))},
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONUNBUFFERED": "1",
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        for rank in range(self.world_size):
+            ours, theirs = socket.socketpair()
+            with theirs, open(self._log(rank), "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, str(ROOT / "tests/support/pool_worker.py"), str(theirs.fileno())],
+                    cwd=ROOT,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                )
+            self._processes.append(process)
+            self._pipes.append(Connection(ours.detach()))
+        # Rank 0 takes a free port and tells it, so that nobody else can take it in between.
+        port = self._collect(START_TIMEOUT, "start", ranks=[0])[0]
+        for pipe in self._pipes[1:]:
+            pipe.send_bytes(pickle.dumps(port))
+        self._collect(START_TIMEOUT, "start")
+
+    def _collect(self, timeout: float, what: str, ranks: list[int] | None = None) -> list[Any]:
+        waiting = {self._pipes[rank]: rank for rank in (ranks if ranks is not None else range(self.world_size))}
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._dump_stacks()
+                late = sorted(waiting.values())
+                self._fail(late[0], f"did not finish {what} within {timeout:g} s (late: ranks {late})", None)
+            for pipe in ready:
+                rank = waiting.pop(cast(Connection, pipe))
+                ok, value, original = self._receive(rank)
+                if not ok:
+                    self._fail(rank, value, original)
+                results[rank] = value
+        return [results[rank] for rank in sorted(results)]
+
+    def _receive(self, rank: int) -> tuple[bool, Any, BaseException | None]:
+        try:
+            message = self._pipes[rank].recv_bytes()
+        except (EOFError, ConnectionError):
+            return False, f"died (exit code {self._processes[rank].wait(10)})", None
+        ok, value, pickled = pickle.loads(message)
+        try:
+            return ok, value, pickle.loads(pickled) if pickled else None
+        except Exception:  # an exception's class that only the worker knows; the traceback is in `value`
+            return ok, value, None
+
+    def _fail(self, rank: int, what: str, original: BaseException | None) -> NoReturn:
+        """End the pool and raise one error for it: this rank's, then every worker's output."""
+        time.sleep(GRACE if what.startswith("died") else 0.0)  # let the others write why they fail too
+        tails = [self._log(other).read_text(errors="replace")[-TAIL:].strip() for other in range(len(self._processes))]
+        outputs = "".join(f"\n--- output of rank {other}\n{tail}" for other, tail in enumerate(tails) if tail)
+        self.end()
+        raise WorkerError(f"rank {rank} of {self.world_size}: {what}{outputs}", rank, original) from original
+
+    def _dump_stacks(self) -> None:
+        alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        for rank in alive:
+            self._processes[rank].send_signal(signal.SIGUSR1)  # faulthandler, see pool_worker.py
+        deadline = time.monotonic() + 10.0
+        while any(b"most recent call first" not in self._log(rank).read_bytes() for rank in alive):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        time.sleep(0.2)  # the rest of the stacks
+
+    def _log(self, rank: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"rank_{rank}.log"
+
+
+class WorkerPools:
+    """One pool per world size: `pools(2).run(function, *args)`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __call__(self, world_size: int) -> WorkerPool:
+        return self._pools.setdefault(world_size, WorkerPool(world_size))
+
+    def end(self) -> None:
+        for pool in self._pools.values():
+            pool.end()

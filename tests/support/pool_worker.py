@@ -1,0 +1,93 @@
+"""One worker of tests/support/pool.py: `python pool_worker.py PIPE_DESCRIPTOR`. Serves calls until its pipe closes."""
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call's: a call that hangs is reported with its stacks
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    sys.path[0] = str(ROOT)
+    pipe = Connection(int(sys.argv[1]))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _join(pipe, rank, world_size)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # without Python's clean-up, which could wait for a peer
+        pipe.send_bytes(_answer(request, rank, world_size))
+
+
+def _join(pipe: Connection, rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    port = 0 if rank == 0 else pickle.loads(pipe.recv_bytes())  # 0: a free one
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
+    os.environ["MASTER_PORT"] = str(store.port)
+    if rank == 0:
+        pipe.send_bytes(pickle.dumps((True, store.port, None)))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    pipe.send_bytes(pickle.dumps((True, None, None)))
+
+
+def _answer(request: bytes, rank: int, world_size: int) -> bytes:
+    """(ok, result or traceback, pickled exception or None), pickled."""
+    try:
+        path, module, qualname, args = pickle.loads(request)
+        function = _load(path, module, qualname)
+        return pickle.dumps((True, function(rank, world_size, *pickle.loads(args)), None))
+    except BaseException as error:
+        text = "raised\n" + traceback.format_exc()
+        try:
+            original = pickle.dumps(error)
+            pickle.loads(original)
+        except Exception:
+            original = None
+        return pickle.dumps((False, text, original))
+
+
+def _load(path: str, module: str, qualname: str) -> Callable[..., Any]:
+    """The function, from its file; the module is loaded once, under the name that pickles of its objects carry."""
+    if module not in sys.modules:
+        specification = importlib.util.spec_from_file_location(module, path)
+        assert specification is not None and specification.loader is not None, f"{path} is not a Python file"
+        loaded = importlib.util.module_from_spec(specification)
+        sys.modules[module] = loaded
+        try:
+            specification.loader.exec_module(loaded)
+        except BaseException:
+            del sys.modules[module]
+            raise
+    value: Any = sys.modules[module]
+    for name in qualname.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _leave_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

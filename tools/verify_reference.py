@@ -1,0 +1,130 @@
+"""Compare with recorded results of the paper's published code. Exit code 0: all agree, 1: one differs, 2: wrong usage.
+
+    python tools/verify_reference.py tests/data/reference/all_attention.npz
+    python tools/verify_reference.py CASE.npz … --tensor-model-parallel-size 4 --dtype float32
+
+Each case is trained again from its recorded weights. The table shows, by quantity, the largest difference and what it
+may be: relative for losses and, to a tensor's largest element, for gradients; absolute for log-probabilities, weights
+and mean spans.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+import torch
+import torch.multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.parallel import discovery
+from megatron_allattn.parallel.groups import close_groups, make_groups, single_process_groups
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.training.reference import Case, CaseReport, read_case, verify_case
+
+TIMEOUT = 300  # seconds that a rank waits for another
+
+
+class _Once(argparse.Action):
+    """A flag that may be given once."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        given = namespace.__dict__.setdefault("given", set())
+        if option_string in given:
+            parser.error(f"{option_string} is given twice")
+        given.add(option_string)
+        setattr(namespace, self.dest, values)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags of the command line; wrong ones end the program with one line and exit code 2."""
+    parser = _OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("cases", nargs="+", type=Path, metavar="CASE.npz", help="recorded cases")
+    help_text = "local processes (default 1)"
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", action=_Once, help=help_text)
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", action=_Once)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", action=_Once)
+    return parser.parse_args(argv)
+
+
+def verify(cases: list[Case], size: int, device: str, dtype: torch.dtype) -> list[CaseReport]:
+    """The reports of all cases, replayed by `size` tensor-parallel processes of this machine."""
+    if size == 1:
+        groups = single_process_groups()
+        return [verify_case(case, groups, torch.device(device), dtype) for case in cases]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    torch.multiprocessing.spawn(_rank, (size, discovery.free_port(), device, dtype, cases, results), nprocs=size)
+    return results.get()
+
+
+def _rank(rank: int, size: int, port: int, device: str, dtype: torch.dtype, cases: list[Case], results: Any) -> None:
+    """One of the processes; the first puts the reports into `results`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent is gone: end, in a collective too
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    info = discovery.RankInfo(
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_world_size=size,
+        master_addr="127.0.0.1",
+        master_port=port,
+        source="environment",
+    )
+    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    discovery.initialize(info, TIMEOUT, own)
+    groups = make_groups(Layout(tensor_size=size), timedelta(seconds=TIMEOUT))
+    reports = [verify_case(case, groups, own, dtype) for case in cases]
+    if rank == 0:
+        results.put(reports)
+    close_groups()
+
+
+def check_devices(size: int, device: str) -> None:
+    """UsageError unless there is a device for every process."""
+    if size < 1:
+        raise usage_error("--tensor-model-parallel-size", size, "must be at least 1", "give the number of processes")
+    if device == "cuda" and torch.cuda.device_count() < size:
+        rule = f"{size} GPU(s) are needed, torch {torch.__version__} finds {torch.cuda.device_count()}"
+        raise usage_error("--device", device, rule, "use --device cpu")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    size = options.tensor_model_parallel_size
+    try:
+        check_devices(size, options.device)
+        cases = [read_case(path, size) for path in options.cases]
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.dtype} on {options.device}, tensor-parallel size {size}", flush=True)
+    try:
+        reports = verify(cases, size, options.device, getattr(torch, options.dtype))
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        print(f"error: {str(error).strip()}", file=sys.stderr)
+        return 1
+    print("\n".join(report.line() for report in reports))
+    return 0 if all(report.passed for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
