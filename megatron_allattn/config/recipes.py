@@ -21,14 +21,16 @@ def demo() -> RunConfig:
             num_layers=4,
             hidden_size=128,
             num_attention_heads=4,
-            persistent_memory_size=512,
+            persistent_memory_size=256,
             max_attention_span=256,
-            span_loss=1e-6,
+            span_loss=1e-7,
         ),
         optimizer=OptimizerConfig(
-            optimizer="adam", lr=1e-3, lr_decay_style="cosine", min_lr=1e-4, lr_warmup_iters=100, clip_grad=1.0
+            optimizer="adam", lr=2e-3, lr_decay_style="cosine", min_lr=1e-4, lr_warmup_iters=50, clip_grad=1.0
         ),
-        training=TrainingConfig(seq_length=128, global_batch_size=16, train_iters=600),
+        training=TrainingConfig(
+            seq_length=64, global_batch_size=16, train_iters=1000, eval_interval=250, eval_iters=40
+        ),
         logging=LoggingConfig(log_interval=50),
     )
 

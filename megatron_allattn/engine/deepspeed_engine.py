@@ -74,7 +74,9 @@ def import_deepspeed(verbose: bool) -> Any:
     import deepspeed  # noqa: PLC0415  (it must see the environment set above)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
-    logging.getLogger("DeepSpeed").setLevel(level)
+    logger = logging.getLogger("DeepSpeed")
+    for speaker in (logger, *logger.handlers):  # its handlers have levels of their own
+        speaker.setLevel(level)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         deepspeed.ops.__compatible_ops__[builder.NAME] = False

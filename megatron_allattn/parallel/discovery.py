@@ -9,9 +9,12 @@ The first that is present decides. Variables that are partial or contradict each
 hang the other ranks.
 """
 
+import errno
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.parallel.collectives import PeerFailed
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
 FIRST_JOB_PORT, NUM_JOB_PORTS = 12_000, 20_000  # below the range from which Linux gives out free ports
 
 
@@ -106,26 +111,52 @@ def initialize(info: RankInfo, timeout: float, device: torch.device) -> None:
     if info.world_size == 1:  # in memory: needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=duration)
         return
+    # PyTorch's own time-out does not hold while a rank waits for a stranger that listens on the port and says nothing.
+    watch = threading.Timer(timeout + MEETING_SLACK_SECONDS, _give_up, (info, timeout))
+    watch.daemon = True
+    watch.start()
     try:
         dist.init_process_group(
             backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=duration
         )
     except (RuntimeError, ValueError, OSError) as error:  # torch.distributed.DistError is a RuntimeError
         raise LaunchError(_launch_message(info, timeout, error)) from error
+    finally:
+        watch.cancel()
+
+
+def _give_up(info: RankInfo, timeout: float) -> None:
+    """End a process whose main thread cannot be reached any more."""
+    print(f"error: {_launch_message(info, timeout, TimeoutError('no answer'))}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _launch_message(info: RankInfo, timeout: float, error: Exception) -> str:
     where = f"{info.master_addr}:{info.master_port}"
     if "EADDRINUSE" in str(error):
-        return (
-            f"address {info.master_addr}, port {info.master_port}: the port is in use on this host; choose another: "
-            "MASTER_PORT=N in the environment (deepspeed --master_port N, torchrun --master-port N)"
-        )
+        return _in_use_message(info)
     cause = str(error).strip().partition("\n")[0]
     return (
         f"rank {info.rank} of {info.world_size}: the ranks did not meet at {where} within {timeout:g} s ({cause}); "
         "check MASTER_ADDR and MASTER_PORT, that every rank was started, and the time-out"
     )
+
+
+def _in_use_message(info: RankInfo) -> str:
+    return (
+        f"address {info.master_addr}, port {info.master_port}: the port is in use on this host; choose another: "
+        "MASTER_PORT=N in the environment (deepspeed --master_port N, torchrun --master-port N)"
+    )
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch.distributed does
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _from_environment(environ: Mapping[str, str]) -> RankInfo:
@@ -178,7 +209,9 @@ def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> Ran
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if host.Get_size() == world_size else _own_address())
     port = _integer(environ, "MASTER_PORT", free_port())
-    address, port = world.bcast((address, port), root=0)
+    # mpirun does not end the other ranks when the first one fails after MPI.Finalize: they have to hear of it here.
+    in_use = _in_use(port) if rank == 0 else False
+    address, port, in_use = world.bcast((address, port, in_use), root=0)
     info = RankInfo(
         rank=rank,
         world_size=world_size,
@@ -190,6 +223,8 @@ def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> Ran
     )
     host.Free()
     MPI.Finalize()  # now, together: at exit it would make a rank that fails wait for the others
+    if in_use:
+        raise LaunchError(_in_use_message(info)) if rank == 0 else PeerFailed(0, 1)
     return info
 
 

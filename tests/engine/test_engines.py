@@ -1,0 +1,93 @@
+"""DeepSpeed's engine against the plain one: half precision, evaluation that leaves no trace, cache slots, span loss."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_allattn.data.streams import TokenStreams
+from megatron_allattn.engine.interface import Engine
+from tests.support.pool import WorkerPools
+from tests.support.trajectories import MODEL, Case, build, run_config
+
+TOKENS = np.random.default_rng(7).integers(0, 61, 8 * 32 * 40).astype(np.uint8)
+VOCAB = 61
+
+
+def _losses(engine: Engine, steps: int, evaluate: bool = False) -> list[float]:
+    streams = TokenStreams(TOKENS, 8, 32, 1)
+    losses = []
+    for step in range(1, steps + 1):
+        block = streams.next_block(engine.streams)
+        losses.append(engine.train_step(block.inputs, block.targets, step, 1e-3, engine.spans()).loss)
+        if evaluate:
+            rows = slice(0, engine.micro_batch_size)
+            slot = engine.new_evaluation_slot(engine.micro_batch_size)
+            engine.evaluate_block(block.inputs[rows], block.targets[rows], engine.spans(), slot)
+    return losses
+
+
+def _run(rank: int, world_size: int, case: Case, steps: int, evaluate: bool = False) -> list[float]:
+    return _losses(build(case, VOCAB), steps, evaluate)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bf16_is_near_float32_and_equal_over_stages(zero: int, pools: WorkerPools) -> None:
+    half = pools(2).run(_run, Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed"), 6)
+    full = pools(2).run(_run, Case(1, 2, 0, 1, "adam", "float32", "plain"), 6)
+    assert half[0] == half[1]  # the loss of the whole batch, on every rank
+    np.testing.assert_allclose(half[0], full[0], rtol=5e-3)
+    assert half[0] != full[0]
+    if zero:
+        stage_zero = pools(2).run(_run, Case(1, 2, 0, 1, "adam", "bfloat16", "deepspeed"), 6)
+        np.testing.assert_allclose(half[0], stage_zero[0], rtol=2e-4)
+
+
+@pytest.mark.parametrize("case", [Case(2, 1, 3, 2, "adagrad", "float32", "deepspeed"), Case(2, 1, 0, 2)], ids=str)
+def test_evaluation_leaves_training_alone(case: Case, pools: WorkerPools) -> None:
+    assert pools(2).run(_run, case, 4, True) == pools(2).run(_run, case, 4, False)
+
+
+def _evaluate(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """The evaluation loss of a block, and the training loss of the same block without dropout (model without any)."""
+    engine = build(case, VOCAB, run_config(case, MODEL_WITHOUT_DROPOUT))
+    block = TokenStreams(TOKENS, 8, 32, 1).next_block(engine.streams)
+    trained = engine.forward_backward(block.inputs, block.targets, 1, engine.spans())
+    total = torch.zeros((), dtype=torch.float64)
+    for index in range(engine.num_slots):
+        rows = slice(index * engine.micro_batch_size, (index + 1) * engine.micro_batch_size)
+        slot = engine.new_evaluation_slot(engine.micro_batch_size)
+        total += engine.evaluate_block(block.inputs[rows], block.targets[rows], engine.spans(), slot)
+    return trained, total.item() / block.inputs.size
+
+
+MODEL_WITHOUT_DROPOUT = type(MODEL)(
+    num_layers=2, hidden_size=32, num_attention_heads=4, persistent_memory_size=8, max_attention_span=64
+)
+
+
+@pytest.mark.parametrize("case", [Case(2, 1, 3, 2, "adam", "float32", "deepspeed"), Case(1, 1)], ids=str)
+def test_evaluation_computes_the_training_loss(case: Case, pools: WorkerPools) -> None:
+    for trained, evaluated in pools(case.world_size).run(_evaluate, case):
+        assert evaluated == pytest.approx(trained, rel=1e-6)
+
+
+def _span_gradient(rank: int, world_size: int, case: Case, coefficient: float) -> np.ndarray:
+    model = type(MODEL)(
+        num_layers=2, hidden_size=32, num_attention_heads=4, persistent_memory_size=8, span_loss=coefficient
+    )
+    engine = build(case, VOCAB, run_config(case, model))
+    block = TokenStreams(TOKENS, 8, 32, 1).next_block(engine.streams)
+    engine.forward_backward(block.inputs, block.targets, 1, engine.spans())
+    return {logical.name: tensor for logical, tensor in engine.gradients()}["layers.1.span"].numpy().ravel()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, 2, 2, 2, "adam", "float32", "deepspeed"), Case(4, 1, 3, 1, "adam", "float32", "deepspeed"), Case(1, 1)],
+    ids=str,
+)
+def test_span_loss_adds_its_constant_gradient(case: Case, pools: WorkerPools) -> None:
+    """coefficient · L / H = 0.01 · 256 / 4 = 0.64 on every head, whatever scales the main loss on the way."""
+    with_loss = pools(case.world_size).run(_span_gradient, case, 0.01)[0]
+    without = pools(case.world_size).run(_span_gradient, case, 0.0)[0]
+    np.testing.assert_allclose(with_loss - without, [0.64] * 4, rtol=1e-5)
