@@ -28,9 +28,7 @@ def demo() -> RunConfig:
         optimizer=OptimizerConfig(
             optimizer="adam", lr=2e-3, lr_decay_style="cosine", min_lr=1e-4, lr_warmup_iters=50, clip_grad=1.0
         ),
-        training=TrainingConfig(
-            seq_length=64, global_batch_size=16, train_iters=1000, eval_interval=250, eval_iters=40
-        ),
+        training=TrainingConfig(seq_length=64, global_batch_size=16, train_iters=800, eval_interval=200, eval_iters=40),
         logging=LoggingConfig(log_interval=50),
     )
 

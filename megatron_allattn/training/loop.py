@@ -1,5 +1,6 @@
 """The training loop: a block of every stream, an update, records, evaluations, checkpoints."""
 
+import math
 import time
 
 import torch
@@ -64,23 +65,29 @@ def _step(session: Session, console: Console) -> None:
     console.step(record)
 
 
-def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> None:
-    """Evaluate a split that holds at least one block of every stream; a note at the start says when it does not."""
+def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> float | None:
+    """Evaluate a split and return its loss; None where it has no block for every stream (a note at the start says so)."""
     training = session.run.training
     if not num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length):
-        return
+        return None
     result = evaluate(session.engine, tokens, training.eval_iters)
     unit = per_unit(result.loss, session.dataset.tokenizer.unit)
     session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})
     console.say(f"{kind} at step {session.step}: loss {result.loss:.4f} | {session.describe_loss(result.loss)}")
+    return result.loss
 
 
 def _finish(session: Session, console: Console) -> None:
     """The last evaluation, on both splits, beside the entropy of single tokens."""
-    for kind, tokens in (("valid", session.dataset.valid), ("test", session.dataset.test)):
-        _evaluate(session, console, kind, tokens)
     entropy, unit = session.dataset.unigram_entropy, session.dataset.tokenizer.unit
-    console.say(f"unigram entropy of the corpus: {entropy:.4f} bits per {unit}")
+    for kind, tokens in (("valid", session.dataset.valid), ("test", session.dataset.test)):
+        loss = _evaluate(session, console, kind, tokens)
+        if loss is not None and entropy > 0:
+            bits = loss / math.log(2)
+            console.say(
+                f"{kind}: {bits:.4f} bits per {unit}, {100 * (1 - bits / entropy):.1f} % below the corpus's unigram "
+                f"entropy of {entropy:.4f}"
+            )
     if torch.cuda.is_available():
         console.say(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     if session.run.checkpoint.save is not None:
