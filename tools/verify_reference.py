@@ -27,7 +27,7 @@ from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.groups import close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
-from megatron_allattn.training.reference import Case, CaseReport, read_case, verify_case
+from megatron_allattn.training.reference import CaseReport, read_case, verify_case
 
 TIMEOUT = 300  # seconds that a rank waits for another
 
@@ -63,20 +63,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def verify(cases: list[Case], size: int, device: str, dtype: torch.dtype) -> list[CaseReport]:
+def verify(paths: list[Path], size: int, device: str, dtype: torch.dtype) -> list[CaseReport]:
     """The reports of all cases, replayed by `size` tensor-parallel processes of this machine."""
     if size == 1:
         groups = single_process_groups()
-        return [verify_case(case, groups, torch.device(device), dtype) for case in cases]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    torch.multiprocessing.spawn(_rank, (size, discovery.free_port(), device, dtype, cases, results), nprocs=size)
+        return [verify_case(read_case(path), groups, torch.device(device), dtype) for path in paths]
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (size, discovery.free_port(), os.getpid(), device, dtype, paths, results)
+    torch.multiprocessing.spawn(_rank, arguments, nprocs=size)
     return results.get()
 
 
-def _rank(rank: int, size: int, port: int, device: str, dtype: torch.dtype, cases: list[Case], results: Any) -> None:
+def _rank(
+    rank: int, size: int, port: int, parent: int, device: str, dtype: torch.dtype, paths: list[Path], results: Any
+) -> None:
     """One of the processes; the first puts the reports into `results`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent is gone: end, in a collective too
+    if os.getppid() != parent:
+        return  # it was gone before that was asked for
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
@@ -92,7 +96,7 @@ def _rank(rank: int, size: int, port: int, device: str, dtype: torch.dtype, case
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     discovery.initialize(info, TIMEOUT, own)
     groups = make_groups(Layout(tensor_size=size), timedelta(seconds=TIMEOUT))
-    reports = [verify_case(case, groups, own, dtype) for case in cases]
+    reports = [verify_case(read_case(path, size), groups, own, dtype) for path in paths]
     if rank == 0:
         results.put(reports)
     close_groups()
@@ -112,13 +116,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = options.tensor_model_parallel_size
     try:
         check_devices(size, options.device)
-        cases = [read_case(path, size) for path in options.cases]
+        for path in options.cases:
+            read_case(path, size)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.dtype} on {options.device}, tensor-parallel size {size}", flush=True)
     try:
-        reports = verify(cases, size, options.device, getattr(torch, options.dtype))
+        reports = verify(options.cases, size, options.device, getattr(torch, options.dtype))
     except (ProcessExitedException, ProcessRaisedException) as error:
         print(f"error: {str(error).strip()}", file=sys.stderr)
         return 1

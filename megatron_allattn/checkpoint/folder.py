@@ -110,6 +110,16 @@ def is_complete(folder: Path) -> bool:
     return _why_unusable(folder, check_bytes=False) is None
 
 
+def has_saved(run_folder: Path) -> bool:
+    """Whether any save of a run has ended, whatever has become of it since.
+
+    A kill during the first one leaves at most one step folder, without its marker.
+    """
+    entries = list((run_folder / FOLDER).glob("*"))
+    steps = [path for path in entries if _STEP_NAME.fullmatch(path.name)]
+    return len(steps) > 1 or any((path / MARKER).exists() for path in entries)
+
+
 def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 

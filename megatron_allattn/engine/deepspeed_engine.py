@@ -70,13 +70,13 @@ def import_deepspeed(verbose: bool) -> Any:
     level = logging.INFO if verbose else logging.ERROR
     if not verbose:  # DeepSpeed calls collectives by names that newer releases of torch call deprecated, at every step
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    os.environ.setdefault("DS_LOG_LEVEL", logging.getLevelName(level).lower())
     import deepspeed  # noqa: PLC0415  (it must see the environment set above)
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
     logger = logging.getLogger("DeepSpeed")
-    for speaker in (logger, *logger.handlers):  # its handlers have levels of their own
-        speaker.setLevel(level)
+    logger.setLevel(level)
+    for handler in logger.handlers:  # they have levels of their own
+        handler.setLevel(level)
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
@@ -119,11 +119,15 @@ class DeepSpeedEngine(Engine):
         self._clip_here = run.optimizer.optimizer == "adam" and self.zero_stage == 0
         self.optimizer = build_optimizer(run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
         self.engine, *_ = deepspeed.initialize(
             model=network.to(device), optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
         )
         self._deepspeed = deepspeed
         self._allocate_state()
+        # DeepSpeed makes its masters from weights that it has rounded to half precision: give them the exact ones.
+        for parameter, value in zip(network.parameters(), initial, strict=half):
+            self._set_master(parameter, value)
 
     def _settings(self, half: bool) -> tuple[int, dict[str, Any]]:
         """The ZeRO stage that runs and DeepSpeed's configuration: the JSON's part, and what RunConfig decides."""

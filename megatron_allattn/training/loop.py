@@ -66,7 +66,7 @@ def _step(session: Session, console: Console) -> None:
 
 
 def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> float | None:
-    """Evaluate a split and return its loss; None where it has no block for every stream (a note at the start says so)."""
+    """Evaluate a split and return its loss; None where it has no block of every stream (the header says so)."""
     training = session.run.training
     if not num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length):
         return None

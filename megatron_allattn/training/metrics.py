@@ -16,6 +16,7 @@ from megatron_allattn.checkpoint.files import append_json_line, read_json_lines,
 from megatron_allattn.config import LoggingConfig, usage_error
 
 Record = dict[str, Any]
+Mirror = Callable[[Record], None]
 
 
 def check_sinks(logging: LoggingConfig) -> None:
@@ -41,11 +42,11 @@ class Metrics:
 
     def __init__(self, folder: Path | None, logging: LoggingConfig | None, config: Record) -> None:
         self._path = folder / "metrics.jsonl" if folder is not None else None
-        self._mirrors: dict[str, Callable[[Record], None]] = {}
-        if logging is not None and logging.tensorboard_dir is not None:
-            self._mirrors["tensorboard"] = _tensorboard(logging.tensorboard_dir)
-        if logging is not None and logging.wandb_project is not None:
-            self._mirrors["wandb"] = _wandb(logging.wandb_project, config)
+        self._mirrors: dict[str, Mirror] = {}
+        if logging is not None and (events := logging.tensorboard_dir) is not None:
+            self._mirrors["tensorboard"] = _opened("--tensorboard-dir", events, lambda: _tensorboard(events))
+        if logging is not None and (project := logging.wandb_project) is not None:
+            self._mirrors["wandb"] = _opened("--wandb-project", project, lambda: _wandb(project, config))
 
     def write(self, record: Record) -> None:
         """Append one record. Raises StorageError when the run folder cannot be written."""
@@ -59,17 +60,31 @@ class Metrics:
                 del self._mirrors[name]
 
 
-def drop_records_after(folder: Path, step: int) -> int:
-    """Remove the records of steps that a resumed run makes again; returns how many there were."""
+def drop_records_after(folder: Path, step: int, *, finished: bool = False) -> int:
+    """Remove the records that a run resumed from the checkpoint of `step` makes again; returns how many there were.
+
+    finished: no step is left, and the last evaluations, which come after the last checkpoint, are made again.
+    """
     path = folder / "metrics.jsonl"
     records = read_json_lines(path)
-    kept = [record for record in records if record["step"] <= step]
+    kept = [
+        record
+        for record in records
+        if record["step"] < step or (record["step"] == step and (record["kind"] == "train" or not finished))
+    ]
     if path.exists():
         write_json_lines_atomic(path, kept)
     return len(records) - len(kept)
 
 
-def _tensorboard(folder: Path) -> Callable[[Record], None]:
+def _opened(flag: str, value: object, mirror: Callable[[], Mirror]) -> Mirror:
+    try:
+        return mirror()
+    except Exception as error:  # the package's own: a folder that cannot be written, no login, no network
+        raise usage_error(flag, value, f"cannot be used ({error})", "correct it or leave the flag out") from error
+
+
+def _tensorboard(folder: Path) -> Mirror:
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (optional)
 
     writer = SummaryWriter(str(folder))
@@ -83,7 +98,7 @@ def _tensorboard(folder: Path) -> Callable[[Record], None]:
     return mirror
 
 
-def _wandb(project: str, config: Record) -> Callable[[Record], None]:
+def _wandb(project: str, config: Record) -> Mirror:
     import wandb  # noqa: PLC0415  (optional)
 
     run = wandb.init(project=project, config=config)

@@ -102,9 +102,14 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     step_folder, skipped = broadcast_object(source, groups.world)
     if step_folder is not None:
         agreed(lambda: check_resume(run, dataset, step_folder))
+    metrics = agreed(
+        lambda: (
+            Metrics(run.checkpoint.save, run.logging, run.to_dict()) if groups.rank == 0 else Metrics(None, None, {})
+        )
+    )
     agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused)
-    session = Session(run, dataset, streams, engine, Metrics(None, None, {}), [*notes, *skipped])
+    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped])
     session.notes.append(f"fused ops: {fused.note}")
     if engine.zero_stage != run.parallel.zero_stage:
         session.notes.append(f"half precision at ZeRO {run.parallel.zero_stage} runs as ZeRO {engine.zero_stage}")
@@ -112,9 +117,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         _resume(session, step_folder)
     elif run.checkpoint.load is not None:
         session.notes.append(f"no checkpoint in {run.checkpoint.load} yet: starting from step 0")
-    if groups.rank == 0:
-        session.metrics = Metrics(run.checkpoint.save, run.logging, run.to_dict())
-        session.notes += _trim_metrics(session)
+    session.notes += agreed(lambda: _trim_metrics(session) if groups.rank == 0 else [])
     return session
 
 
@@ -165,7 +168,7 @@ def _find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
     load, own = run.checkpoint.load, run.checkpoint.save
     if load is None:
         return None, []
-    if own is not None and own.absolute() == load.absolute() and not (load / folder.FOLDER).is_dir():
+    if own is not None and own.absolute() == load.absolute() and not folder.has_saved(load):
         return None, []
     return folder.find_latest(load, check_bytes=True)
 
@@ -213,6 +216,7 @@ def _prepare_run_folder(run: RunConfig) -> None:
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
     folder.prepare_run_folder(run_folder)
+    (run_folder / "outcome.json").unlink(missing_ok=True)  # of an earlier start; this one has none yet
     write_json_atomic(run_folder / "config.json", run.to_dict())
 
 
@@ -225,7 +229,8 @@ def _resume(session: Session, step_folder: Path) -> None:
 
 
 def _trim_metrics(session: Session) -> list[str]:
-    """Drop the records of steps that will be made again; says so."""
+    """Drop the records that will be made again; says so."""
     run_folder = session.run.checkpoint.save
-    dropped = drop_records_after(run_folder, session.step) if run_folder is not None else 0
-    return [f"metrics.jsonl: {dropped} records after step {session.step} are made again"] if dropped else []
+    finished = session.step >= session.run.training.train_iters
+    dropped = drop_records_after(run_folder, session.step, finished=finished) if run_folder is not None else 0
+    return [f"metrics.jsonl: records after step {session.step} are made again (dropped {dropped})"] if dropped else []

@@ -42,6 +42,17 @@ def test_bf16_is_near_float32_and_equal_over_stages(zero: int, pools: WorkerPool
         np.testing.assert_allclose(half[0], stage_zero[0], rtol=2e-4)
 
 
+def _masters(rank: int, world_size: int, case: Case) -> dict[str, bytes]:
+    return {logical.name: tensor.numpy().tobytes() for logical, tensor in build(case, VOCAB).weights()}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_masters_start_from_the_unrounded_weights(zero: int, pools: WorkerPools) -> None:
+    half = pools(2).run(_masters, Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed"))
+    full = pools(2).run(_masters, Case(1, 2, 0, 1, "adam", "float32", "plain"))
+    assert half == full
+
+
 @pytest.mark.parametrize("case", [Case(2, 1, 3, 2, "adagrad", "float32", "deepspeed"), Case(2, 1, 0, 2)], ids=str)
 def test_evaluation_leaves_training_alone(case: Case, pools: WorkerPools) -> None:
     assert pools(2).run(_run, case, 4, True) == pools(2).run(_run, case, 4, False)

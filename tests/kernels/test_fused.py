@@ -51,7 +51,9 @@ def test_without_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     assert apex_kind() == "absent"
     for cuda in (True, False):
         assert choose_fused("auto", cuda) == FusedOps("torch (NVIDIA's apex is not installed)")
-        with pytest.raises(ValueError, match="^--fused apex: NVIDIA's apex is not installed; build apex from NVIDIA's"):
+        with pytest.raises(
+            ValueError, match=r"^--fused apex: NVIDIA's apex is not installed; build apex from NVIDIA's"
+        ):
             choose_fused("apex", cuda)
 
 
@@ -112,7 +114,7 @@ def test_tensors_of_the_cpu_never_go_to_apex(install: Install) -> None:
     fused = choose_fused("auto", True)
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     assert torch.equal(fused.layer_norm(x, weight, bias, 1e-5), F.layer_norm(x, (8,), weight, bias, 1e-5))
-    assert fused.squared_norm([torch.ones(3)]).item() == 3.0
+    assert fused.squared_norm([torch.ones(4)]).item() == 4.0
 
 
 def test_layer_norm_and_squared_norm_by_hand() -> None:

@@ -1,0 +1,193 @@
+"""tools/verify_reference.py: exit codes, its table, one line for a mistake, and no process left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.pool import ROOT
+
+TOOL = ROOT / "tools/verify_reference.py"
+CASES = ROOT / "tests/data/reference"
+REPLAYED = ["all_attention", "no_span", "transformer_span"]
+LINE = (
+    r"ok   (\w+): losses (\S+) \(≤ 1e-12\), log_probs (\S+) .*, gradients (\S+) \(≤ 1e-09\), weights (\S+) \(≤ 1e-09\)"
+)
+# runs the tool as a program, then tells its exit code and which of these packages it had loaded by its end
+WATCHED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    unwanted = ("deepspeed", "tyro", "safetensors", "mpi4py", "sentencepiece")
+    print(end.code, [name for name in unwanted if name in sys.modules])
+"""
+
+
+def run(*arguments: object, program: tuple[str, ...] = (str(TOOL),)) -> tuple[int, str, str]:
+    command = [sys.executable, *program, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def case(name: str) -> Path:
+    return CASES / f"{name}.npz"
+
+
+def check_table(output: str, size: int) -> None:
+    heading, *lines = output.splitlines()
+    assert heading == f"float64 on cpu, tensor-parallel size {size}"
+    for line, name in zip(lines, REPLAYED, strict=True):
+        match = re.fullmatch(LINE, line)
+        assert match is not None, line
+        assert match[1] == name
+        assert all(0 < float(difference) < 1e-12 for difference in match.groups()[1:])
+
+
+def test_recorded_cases_agree_and_nothing_but_torch_and_numpy_is_needed() -> None:
+    code, output, errors = run(*map(case, REPLAYED), program=("-c", WATCHED, str(TOOL)))
+    assert (code, errors) == (0, "")
+    *table, last = output.splitlines()
+    check_table("\n".join(table), 1)
+    assert last == "0 []"
+
+
+def test_recorded_cases_agree_over_local_processes() -> None:
+    code, output, errors = run(*map(case, REPLAYED), "--tensor-model-parallel-size", 2)
+    assert (code, errors) == (0, "")
+    check_table(output, 2)
+
+
+def test_a_case_that_differs_is_exit_code_1(tmp_path: Path) -> None:
+    with np.load(case("all_attention")) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    arrays["config"] = np.array(json.dumps({**json.loads(str(arrays["config"])), "ramp": 7}))
+    np.savez(tmp_path / "other_ramp.npz", **arrays)
+    code, output, errors = run(tmp_path / "other_ramp.npz", case("no_span"), "--dtype", "float32")
+    assert (code, errors) == (1, "")
+    assert [line[:17] for line in output.splitlines()] == [
+        "float32 on cpu, t",
+        "FAIL other_ramp: ",
+        "ok   no_span: los",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: CASE.npz; see --help"),
+        (
+            [case("adaptive_io_tied_adam")],
+            f"{case('adaptive_io_tied_adam')}: uses adaptive input and softmax, only a plain",
+        ),
+        (
+            [case("no_span"), "/no/such.npz"],
+            "/no/such.npz: not a reference case (No such file or directory); give one of",
+        ),
+        ([TOOL], f"{TOOL}: not a reference case (not a readable NPZ archive); give one of the recorded .npz files"),
+        (
+            [case("no_span"), "--tensor-model-parallel-size", "3"],
+            f"{case('no_span')}: --tensor-model-parallel-size 3: must",
+        ),
+        (
+            [case("no_span"), "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size 0: must be at least 1; give",
+        ),
+        (
+            [case("no_span"), "--tensor-model-parallel-size", "two"],
+            "argument --tensor-model-parallel-size: invalid int",
+        ),
+        ([case("no_span"), "--dtype", "bfloat16"], "argument --dtype: invalid choice: 'bfloat16'"),
+        ([case("no_span"), "--dtype", "float32", "--dtype", "float64"], "--dtype is given twice; see --help"),
+        ([case("no_span"), "--dtyp", "float32"], "unrecognized arguments: --dtyp float32; see --help"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[object], message: str) -> None:
+    code, output, errors = run(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"error: {message}")
+    assert errors.count("\n") == 1
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of all processes below `pid`, by pid."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, IndexError):
+                continue  # it has ended meanwhile
+    found: set[int] = set()
+    while new := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= new
+    return {child: commands[child] for child in found if child in commands}
+
+
+def wait_until(condition, seconds: float = 90):
+    """The first true value of `condition()`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+    return value
+
+
+@pytest.fixture
+def running():
+    """The tool at work on a long list of cases over two processes, and all its descendants' pids."""
+    command = [sys.executable, str(TOOL), *[str(case("no_span"))] * 80, "--tensor-model-parallel-size", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks: list[int] = []
+    try:
+
+        def both() -> list[int]:
+            return [pid for pid, command in descendants(process.pid).items() if "spawn_main" in command]
+
+        ranks = wait_until(lambda: both() if len(both()) == 2 else None)
+        wait_until(lambda: all(_loaded_torch(pid) for pid in ranks))
+        yield process, ranks, list(descendants(process.pid))
+    finally:
+        process.kill()
+        for pid in filter(alive, ranks):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _loaded_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_a_process_that_dies_ends_them_all(running) -> None:
+    process, ranks, everyone = running
+    os.kill(ranks[1], signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(r"error: process [01] terminated with signal SIGKILL|Connection closed by peer", errors)
+    assert "ok" not in output
+    wait_until(lambda: not any(map(alive, everyone)), 30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_processes_end_when_the_program_is_killed(running) -> None:
+    process, _, everyone = running
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(alive, everyone)), 30)
