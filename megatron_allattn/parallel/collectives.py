@@ -83,9 +83,8 @@ class PeerFailed(RuntimeError):
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone; that rank says why."""
-    return isinstance(error, RuntimeError) and (
-        "Connection closed by peer" in str(error) or "Connection reset" in str(error)
-    )
+    signs = ("Connection closed by peer", "Connection reset", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int]) -> T:
