@@ -4,16 +4,19 @@ TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, on re
 The fast subset runs in `make test`, all of it in `make test-layouts`.
 """
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.pool import WorkerPools
-from tests.support.trajectories import Case, Trajectory, assert_same, characters, trajectory
+from tests.support.trajectories import Case, Trajectory, characters, differences, trajectory
 
 STEPS = 30
+Single = Callable[[Case], Trajectory]
 
 ALL = [
     Case(tensor, data, zero, accumulation, optimizer, "float32", "deepspeed")
@@ -42,29 +45,35 @@ def run(pools: WorkerPools, shared: Path, case: Case) -> Trajectory:
 
 
 @cache
-def text(shared: Path):
+def text(shared: Path) -> tuple[np.ndarray, int]:
     return characters(shared / "data/tinyshakespeare.txt")
 
 
 @pytest.fixture(scope="module")
-def single(pools: WorkerPools, shared: Path):
+def single(pools: WorkerPools, shared: Path) -> Single:
     """The single process's trajectory of a case, computed once per optimizer and precision."""
     return cache(lambda case: run(pools, shared, case.single()))
 
 
-def check(case: Case, pools: WorkerPools, shared: Path, single) -> None:
-    bounds = {"first_loss": 1e-6, "gradients": 1e-5, "losses": 1e-5}
-    if case.dtype == "float64":
-        bounds = {"first_loss": 1e-13, "gradients": 1e-10, "losses": 1e-10}
-    assert_same(run(pools, shared, case), single(case.single()), **bounds)
+BOUNDS = {
+    "float32": {"first loss": 1e-6, "gradients": 1e-5, "losses": 1e-5, "first norm": 1e-5},
+    "float64": {"first loss": 1e-13, "gradients": 1e-10, "losses": 1e-10, "first norm": 1e-12},
+}
+
+
+def check(case: Case, pools: WorkerPools, shared: Path, single: Single, record: Callable[[str, float], None]) -> None:
+    found = differences(run(pools, shared, case), single(case.single()))
+    for what, bound in BOUNDS[case.dtype].items():
+        record(f"{case.dtype} {what}", found[what])
+        assert found[what] <= bound, f"{what} differs by {found[what]:.1e}, more than {bound:.0e}"
 
 
 @pytest.mark.parametrize("case", FAST + FAST_PLAIN, ids=str)
-def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:
-    check(case, pools, shared, single)
+def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
+    check(case, pools, shared, single, record_property)
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", ALL + PLAIN, ids=str)
-def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single) -> None:
-    check(case, pools, shared, single)
+def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
+    check(case, pools, shared, single, record_property)
