@@ -73,7 +73,7 @@ def load(step_folder: Path, engine: Engine, cached_length: int) -> None:
     that is missing.
     """
     weights, optimizer, caches = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer", "caches"))
-    check_weights(step_folder, weights, engine)
+    agree(lambda: check_weights(step_folder, weights, engine), engine.groups.world, lambda _: 2)
     engine.load(weights.read, optimizer.read)
     engine.load_caches(caches.read, cached_length)
 

@@ -7,7 +7,6 @@ bound's worth is held in memory (a tensor above the bound gets a file alone). Va
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -117,13 +116,6 @@ class TensorReader:
                 return handle.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{path}: tensor {name} cannot be read: {error}") from error
-
-
-def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every (name, tensor) of FOLDER/PREFIX-*.safetensors, one at a time."""
-    reader = TensorReader(folder, prefix)
-    for name in reader.names:
-        yield name, reader.read(name)
 
 
 def _numbered_files(folder: Path, prefix: str) -> list[Path]:

@@ -7,8 +7,7 @@ Who does what:
   object and the `tensor_model_parallel` mark on parameters.
 - The optimizer is ours (`optimizers.py`); the per-tensor clip is part of it.
 - At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the
-global
-  clip are ours in float32, and half precision runs as ZeRO 1, which is the same arithmetic with the state split.
+  global clip are ours in float32, and half precision runs as ZeRO 1, the same arithmetic with the state split.
 
 `gradient_clipping` is always passed: DeepSpeed's own default clips at 1.
 """
@@ -84,9 +83,7 @@ def import_deepspeed(verbose: bool) -> Any:
 
 
 def check_zero_settings(run: RunConfig, world_size: int) -> None:
-    """Refuse a `zero_optimization` section that DeepSpeed does not accept. Raises UsageError naming file, key and
-    value.
-    """
+    """Refuse a `zero_optimization` section that DeepSpeed does not accept: UsageError with file, key and value."""
     import_deepspeed(run.logging.deepspeed_verbose)
     from deepspeed.runtime.zero.config import get_zero_config  # noqa: PLC0415  (after the environment is set)
 
@@ -116,7 +113,6 @@ class DeepSpeedEngine(Engine):
         half = dtype in (torch.bfloat16, torch.float16)
         self.zero_stage, settings = self._settings(half)
         partition = groups.data if self.zero_stage else ALONE
-        self._clip_here = run.optimizer.optimizer == "adam" and self.zero_stage == 0
         self.optimizer = build_optimizer(run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
@@ -189,7 +185,7 @@ class DeepSpeedEngine(Engine):
             self.engine.step()
             return float(self.engine.get_global_grad_norm())
         norm = gradient_norm(self.network, self.groups.tensor, self.fused)
-        if self._clip_here and self.run.optimizer.clip_grad:
+        if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
             clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
         self.engine.step()
         return norm.item()

@@ -182,11 +182,13 @@ class Engine(ABC):
         """Set the caches of this rank's streams from those of all streams; length: tokens passed since the streams'
         start.
         """
-        layers = [cache(f"layers.{layer}.cache") for layer in range(self.network.config.num_layers)]
+        own = slice(self.streams.start, self.streams.stop)
+        layers = [
+            cache(f"layers.{layer}.cache")[own].to(self.device, self.dtype, copy=True).split(self.micro_batch_size)
+            for layer in range(self.network.config.num_layers)
+        ]
         for index, slot in enumerate(self.slots):
-            first = self.streams.start + index * self.micro_batch_size
-            rows = slice(first, first + self.micro_batch_size)
-            slot.restore([layer[rows].to(self.device, self.dtype, copy=True) for layer in layers], length)
+            slot.restore([layer[index] for layer in layers], length)
 
     def gradients(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
         """Every gradient as a full logical tensor; only between `forward_backward` and `update`."""

@@ -64,12 +64,6 @@ def broadcast_object(value: Any, group: Group) -> Any:
     return box[0]
 
 
-def barrier(group: Group) -> None:
-    """Wait until every rank of `group` is here."""
-    if group.size > 1:
-        dist.barrier(group=group.handle)
-
-
 T = TypeVar("T")
 
 

@@ -60,13 +60,6 @@ class Layout:
         return [self.rank(tensor=tensor, data=data, pipeline=pipeline) for data in range(self.data_size)]
 
 
-def share(total: int, parts: int, what: str) -> int:
-    """`total / parts`. Raises ValueError naming `what` when it does not divide."""
-    if total % parts:
-        raise ValueError(f"{what} {total}: it must be a multiple of {parts}")
-    return total // parts
-
-
 def padded_share(total: int, parts: int) -> int:
     """Rows per rank when `total` rows are dealt to `parts` ranks in equal blocks, the last ones padded."""
     return -(-total // parts)

@@ -82,22 +82,22 @@ def exit_code(error: BaseException) -> int:
 
 
 def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:
-    """Build a run, resumed if asked for. Collective; raises UsageError (PeerFailed on ranks that have no error
-    themselves).
-    """
+    """Build a run, resumed if asked for. Collective. Raises UsageError; PeerFailed where another rank reports it."""
 
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
     agreed(lambda: _check_precision(run, device))
     agreed(lambda: check_sinks(run.logging))
-    agreed(lambda: check_zero_settings(run, groups.world.size))
     dataset = agreed(lambda: open_dataset(run.data, explicit))
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
     )
     notes = agreed(lambda: _evaluation_notes(run, dataset))
+    if streams.dropped_tokens:
+        notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
+    agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
     source = agreed(lambda: _find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
     if step_folder is not None:
@@ -162,9 +162,7 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
 
 
 def _find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
-    """The newest intact step of --load. A folder without any is an error unless it is --save too: then the run
-    begins.
-    """
+    """The newest intact step of --load; None where --load is --save and nothing has been saved: the run begins."""
     load, own = run.checkpoint.load, run.checkpoint.save
     if load is None:
         return None, []
@@ -183,11 +181,11 @@ _FIXED = {
 def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
     """Refuse to go on with another model, other data or another schedule. Raises UsageError listing both values."""
     state = save.read_state(step_folder)
-    then, now = state["config"], run.to_dict()
+    then, now = RunConfig.from_dict(state["config"]).to_dict(), run.to_dict()
     for section, names in _FIXED.items():
         for name in names or now[section]:
-            if now[section][name] != then[section].get(name):
-                rule = f"{step_folder} was trained with {then[section].get(name)}"
+            if now[section][name] != then[section][name]:
+                rule = f"{step_folder} was trained with {then[section][name]}"
                 raise usage_error(flag(name), now[section][name], rule, "resume with the same value or start a new run")
     implied_end = run.optimizer.lr_decay_style != "constant" and run.optimizer.lr_decay_iters is None
     if implied_end and run.training.train_iters != then["training"]["train_iters"]:
@@ -223,7 +221,7 @@ def _prepare_run_folder(run: RunConfig) -> None:
 def _resume(session: Session, step_folder: Path) -> None:
     state = save.read_state(step_folder)
     session.step, session.tokens = state["step"], state["tokens"]
-    session.streams.load_state(state["data"])
+    agree(lambda: session.streams.load_state(state["data"]), session.engine.groups.world, exit_code)
     save.load(step_folder, session.engine, state["cached_length"])
     session.notes.append(f"resumed from {step_folder}")
 

@@ -14,7 +14,8 @@ import torch
 
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, verify
-from megatron_allattn.checkpoint.tensors import TensorFiles, read_tensors
+from megatron_allattn.checkpoint.tensors import TensorFiles
+from tests.support.checkpoints import read_tensors
 from tests.support.forked import kill_before_call, run_forked
 
 

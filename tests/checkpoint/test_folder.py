@@ -11,8 +11,9 @@ import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, verify
-from megatron_allattn.checkpoint.tensors import TensorFiles, read_tensors
+from megatron_allattn.checkpoint.tensors import TensorFiles
 from megatron_allattn.config.errors import UsageError
+from tests.support.checkpoints import read_tensors
 from tests.support.forked import run_forked
 
 

@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader, read_tensors
+from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
 from megatron_allattn.config.errors import UsageError
+from tests.support.checkpoints import read_tensors
 from tests.support.pool import ROOT
 
 

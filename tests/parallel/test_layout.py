@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_allattn.parallel.layout import Layout, padded_share, share, streams_of
+from megatron_allattn.parallel.layout import Layout, padded_share, streams_of
 
 
 def test_tensor_is_the_fastest_axis_then_data_then_pipeline() -> None:
@@ -33,9 +33,6 @@ def test_an_axis_without_ranks_is_refused(axis: str) -> None:
 
 
 def test_shares() -> None:
-    assert share(12, 4, "heads") == 3
-    with pytest.raises(ValueError, match="heads 10: it must be a multiple of 4"):
-        share(10, 4, "heads")
     assert [padded_share(total, 4) for total in (4, 5, 8, 101)] == [1, 2, 2, 26]
 
 
