@@ -19,9 +19,7 @@ def first_rank_guess(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def refuse(error: Exception) -> int:
-    """Report a mistake that every rank has found alike: the first rank prints it, the others wait a moment. Exit code
-    2.
-    """
+    """Report a mistake that every rank has found: the first prints it, the others wait a moment. Exit code 2."""
     if first_rank_guess():
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:

@@ -119,9 +119,7 @@ class Engine(ABC):
         return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
 
     def update(self, lr: float, step: int) -> float:
-        """One optimizer step (number `step`, from 1) and the caches' commit. Returns the gradient norm before
-        clipping.
-        """
+        """Update number `step` (from 1) and the caches' commit. Returns the gradient norm before clipping."""
         norm = self._optimizer_step(lr, step)
         for slot in self.slots:
             slot.commit(self.run.training.seq_length)
@@ -161,9 +159,7 @@ class Engine(ABC):
                 yield f"{logical.name}/{name}", self._join(logical, self._state(parameter, name))
 
     def load(self, weight: ReadTensor, state: ReadTensor | None = None) -> None:
-        """Set every weight, and the optimizer's state when given, from full logical tensors read by name, one at a
-        time.
-        """
+        """Set weights, and the optimizer's state when given, from full logical tensors, read one at a time."""
         for logical, parameter in self.network.logical_parameters():
             self._set_master(parameter, self._shard(logical, weight(logical.name)))
             for name in self.state_names if state is not None else ():
@@ -171,17 +167,13 @@ class Engine(ABC):
                 self._set_state(parameter, name, self._shard(logical, state(f"{logical.name}/{name}")))
 
     def caches(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Every layer's cache of all global streams, [streams, C, D] in stream order, on the first rank (None
-        elsewhere).
-        """
+        """Every layer's cache of all global streams, [streams, C, D], on the first data rank (None elsewhere)."""
         for layer in range(self.network.config.num_layers):
             local = torch.cat([slot.read(layer) for slot in self.slots])
             yield f"layers.{layer}.cache", _joined(gather_to_first(local, self.groups.data))
 
     def load_caches(self, cache: ReadTensor, length: int) -> None:
-        """Set the caches of this rank's streams from those of all streams; length: tokens passed since the streams'
-        start.
-        """
+        """Set the caches of this rank's streams from those of all; length: tokens passed since they started."""
         own = slice(self.streams.start, self.streams.stop)
         layers = [
             cache(f"layers.{layer}.cache")[own].to(self.device, self.dtype, copy=True).split(self.micro_batch_size)

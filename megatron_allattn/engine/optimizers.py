@@ -168,9 +168,7 @@ Optimizer = Adagrad | Adam
 def build_optimizer(
     config: OptimizerConfig, network: Network, *, tensor: Group, partition: Group, fused: FusedOps
 ) -> Optimizer:
-    """The run's optimizer over the network's parameters. `partition`: the ranks that share a ZeRO partition's
-    tensors.
-    """
+    """The run's optimizer. `partition`: the ranks over which ZeRO cuts its flat buffers (ALONE without ZeRO)."""
     if config.optimizer == "adagrad":
         groups = parameter_groups(network, one_tensor_each=config.clip_grad > 0)
         return Adagrad(groups, config.clip_grad, config.weight_decay, tensor, partition, fused)
@@ -192,9 +190,7 @@ def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
 
 
 def clip_gradients(network: Network, norm: Tensor, clip: float) -> None:
-    """Scale all gradients by min(1, clip / norm), the global clip of `torch.nn.utils.clip_grad_norm_` without its
-    1e-6.
-    """
+    """Scale all gradients by min(1, clip / norm): the global clip of torch, without its 1e-6."""
     scale = (clip / norm).clamp(max=1.0)
     for parameter in network.parameters():
         if parameter.grad is not None:

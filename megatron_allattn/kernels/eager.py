@@ -89,9 +89,7 @@ def _empty(settings: AttentionSettings, state: BlockState, cache_length: int, sc
 
 
 def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, in float32 or wider, zero where `empty`; a row with nothing to look at is
-    zeros.
-    """
+    """Softmax over the last dimension in float32 or wider; zero where `empty`, even in a row that is all empty."""
     dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
     if empty is None:
         return scores.softmax(dim=-1, dtype=dtype)

@@ -16,9 +16,7 @@ def initialize(network: Network, seed: int) -> None:
 
 
 def load_logical(network: Network, weights: Mapping[str, Tensor]) -> None:
-    """Fill the network from full tensors by logical name. Raises ValueError naming tensors missing, unknown or
-    misshapen.
-    """
+    """Fill the network from full tensors by name. Raises ValueError: one is missing, unknown or misshapen."""
     expected = {logical.name: logical.shape for logical, _ in network.logical_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if expected != found:

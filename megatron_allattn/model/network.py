@@ -42,9 +42,7 @@ class Network(nn.Module):
         self.output = VocabularyParallelOutput("output", size, vocab_size, group, output_init)
 
     def forward(self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None) -> Tensor:
-        """tokens, targets: global ids [B, M]. Returns nats per target [B, M], or local logits [B, M, V_l] without
-        targets.
-        """
+        """Global ids [B, M] → nats per target [B, M], or this rank's logits [B, M, V_l] without targets."""
         keys, dropout = context.dropout_keys, self.config.embedding_dropout
         hidden = self.embedding(tokens)
         if keys is not None:

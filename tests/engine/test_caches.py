@@ -1,6 +1,4 @@
-"""Caches: what is written is read after the commit, and only then (B10 of the public failures: the last positions, in
-order).
-"""
+"""Caches: what is written is read after the commit, and only then."""
 
 import pytest
 import torch
