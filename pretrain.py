@@ -5,9 +5,10 @@ The same command under python, deepspeed, torchrun, mpirun and srun; `python pre
 """
 
 import sys
+from typing import NoReturn
 
 from megatron_allattn.config import UsageError, parse
-from megatron_allattn.config.reporting import refuse
+from megatron_allattn.config.reporting import leave, refuse
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,5 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     return run_training(run, explicit)
 
 
+def command() -> NoReturn:
+    """The program: `main` on the process's arguments, and its exit code."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -24,7 +24,7 @@ setup(
     package_dir={"megatron_allattn.ds_configs": "ds_configs"},
     package_data={"megatron_allattn.ds_configs": ["*.json"]},
     py_modules=["pretrain"],
-    entry_points={"console_scripts": ["megatron-allattn-pretrain = pretrain:main"]},
+    entry_points={"console_scripts": ["megatron-allattn-pretrain = pretrain:command"]},
     install_requires=[
         "torch>=2.11,<3",
         "deepspeed>=0.19,<0.20",

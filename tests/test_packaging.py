@@ -51,7 +51,7 @@ def ranges(package: Any, *extras: str) -> list[Requirement]:
 def test_version_and_entry_point(package: Any) -> None:
     assert package.get_version() == megatron_allattn.__version__ == "0.1.0"
     assert package.get_name() == "megatron-allattn"
-    assert package.entry_points == {"console_scripts": ["megatron-allattn-pretrain = pretrain:main"]}
+    assert package.entry_points == {"console_scripts": ["megatron-allattn-pretrain = pretrain:command"]}
     assert package.py_modules == ["pretrain"]
 
 

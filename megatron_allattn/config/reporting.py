@@ -1,9 +1,12 @@
-"""One line for a user's mistake, on one rank, before ranks know of each other (and without torch)."""
+"""How a rank ends: one line for a user's mistake, on one rank, and an exit code that holds (all without torch)."""
 
+import atexit
 import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import NoReturn
 
 GRACE_SECONDS = 2.0
 """What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
@@ -25,3 +28,16 @@ def refuse(error: Exception) -> int:
     else:
         time.sleep(GRACE_SECONDS)
     return 2
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with `code`, after its exit handlers and without the interpreter's tear-down.
+
+    A thread of gloo that is still at work then can abort the process ("terminate called without an active exception"),
+    which turned about one exit in ten of a first rank into 134 (seen with torch 2.13 on 2 loaded cores).
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a reader that is gone, a closed stream: nobody is left to be told
+            stream.flush()
+    os._exit(code)

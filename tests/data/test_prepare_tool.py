@@ -1,6 +1,7 @@
 """tools/prepare_data.py as users start it: what it prints, its exit codes, one-line errors, nothing left behind."""
 
 import argparse
+import functools
 import json
 import runpy
 import signal
@@ -162,7 +163,9 @@ def test_ended_by_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals
     with (tmp_path / "large").open("wb") as file:
         file.truncate(600_000_000)  # a hole: takes no space
     command = [sys.executable, str(TOOL), "byte", "--raw-bytes", "--input", "large", "--output-prefix", "out/P"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    # A shell starts its background jobs with SIGINT ignored, and children inherit that: here it must count.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("out/.P.preparing/.P_train.bin.*")):
         assert process.poll() is None
