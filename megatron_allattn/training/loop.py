@@ -84,10 +84,8 @@ def _finish(session: Session, console: Console) -> None:
         loss = _evaluate(session, console, kind, tokens)
         if loss is not None and entropy > 0:
             bits = loss / math.log(2)
-            console.say(
-                f"{kind}: {bits:.4f} bits per {unit}, {100 * (1 - bits / entropy):.1f} % below the corpus's unigram "
-                f"entropy of {entropy:.4f}"
-            )
+            gap = f"{100 * abs(1 - bits / entropy):.1f} % {'below' if bits <= entropy else 'above'}"
+            console.say(f"{kind}: {bits:.4f} bits per {unit}, {gap} the corpus's unigram entropy of {entropy:.4f}")
     if torch.cuda.is_available():
         console.say(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
     if session.run.checkpoint.save is not None:
