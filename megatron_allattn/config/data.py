@@ -21,7 +21,7 @@ class DataConfig:
     split: str = "90,5,5"
     """Shares of train, validation and test in a single Megatron file."""
 
-    tokenizer_type: Literal["byte", "char", "null"] | None = None
+    tokenizer_type: Literal["byte", "char", "word", "sentencepiece", "null"] | None = None
     """Tokenizer of a single Megatron file; prepared data brings its own."""
 
     tokenizer_model: Path | None = None

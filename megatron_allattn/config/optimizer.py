@@ -17,14 +17,23 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Learning rate after the warm-up."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "plateau"] = "constant"
+    """Course of the rate after the warm-up; plateau: a tenth of it once validation stops improving, as in the paper."""
 
     lr_decay_iters: int | None = None
-    """Step at which the decay arrives at --min-lr; the last step if left out."""
+    """Step at which the decay arrives at --min-lr, the last one if left out; plateau: its latest start, if given."""
 
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+
+    plateau_patience: int = 5
+    """Evaluations in a row without a better validation loss after which the plateau is reached."""
+
+    plateau_threshold: float = 1e-3
+    """Nats per token by which a validation loss must be below the best so far to count as better."""
+
+    plateau_iters: int = 20_000
+    """Steps at a tenth of the rate after the plateau; then the run ends."""
 
     lr_warmup_iters: int = 0
     """Steps over which the learning rate grows linearly from 0."""
@@ -48,6 +57,9 @@ class OptimizerConfig:
         conform_types(self)
         check_range(self, "lr", above=0)
         check_range(self, "lr_decay_iters", at_least=1, at_most=LARGEST)
+        check_range(self, "plateau_patience", at_least=1, at_most=LARGEST)
+        check_range(self, "plateau_threshold", at_least=0)
+        check_range(self, "plateau_iters", at_least=1, at_most=LARGEST)
         check_range(self, "min_lr", at_least=0)
         check_range(self, "lr_warmup_iters", at_least=0, at_most=LARGEST)
         check_range(self, "clip_grad", at_least=0)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import AllAttention, BlockContext
 from megatron_allattn.model.span import cache_length
-from megatron_allattn.model.variants import FeedForward
 from megatron_allattn.parallel.groups import ALONE
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
 
@@ -37,7 +36,7 @@ class Block(nn.Module):
     """Hidden states [B, M, D] → [B, M, D]; caches hidden states under its layer index."""
 
     def __init__(
-        self, attention: AllAttention, hidden_size: int, fused: FusedOps, feed_forward: FeedForward | None = None
+        self, attention: AllAttention, hidden_size: int, fused: FusedOps, feed_forward: nn.Module | None = None
     ) -> None:
         super().__init__()
         name = f"layers.{attention.layer}"

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.kernels.interface import AttentionSettings
-from megatron_allattn.kernels.registry import backend
-from megatron_allattn.model.attention import AllAttention, BlockContext
+from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.position import PositionEmbedding
-from megatron_allattn.model.variants import FeedForward
+from megatron_allattn.model.variants import build_block
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_of
 from megatron_allattn.parallel.random import Site
@@ -66,31 +64,3 @@ class Network(nn.Module):
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Every parameter with what it is, in a fixed order."""
         return [(logical_of(parameter), parameter) for parameter in self.parameters()]
-
-
-def build_block(config: ModelConfig, layer: int, group: Group, fused: FusedOps) -> Block:
-    """Layer number `layer` of the network that `config` describes."""
-    settings = AttentionSettings(
-        max_span=config.max_attention_span,
-        ramp=config.span_ramp,
-        position_values=config.position_values,
-        empty_cache=config.empty_cache,
-        dropout=config.attention_dropout,
-    )
-    attention = AllAttention(
-        layer=layer,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        persistent_memory_size=config.persistent_memory_size,
-        adaptive_span=config.adaptive_span,
-        settings=settings,
-        span_loss=config.span_loss,
-        attend=backend("eager"),
-        group=group,
-    )
-    feed_forward = (
-        FeedForward(f"layers.{layer}.ff", config.hidden_size, config.feed_forward_size, group)
-        if config.feed_forward_size
-        else None
-    )
-    return Block(attention, config.hidden_size, fused, feed_forward)

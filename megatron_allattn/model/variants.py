@@ -5,6 +5,12 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_allattn.config import ModelConfig
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.interface import AttentionSettings
+from megatron_allattn.kernels.registry import backend
+from megatron_allattn.model.attention import AllAttention
+from megatron_allattn.model.block import Block
 from megatron_allattn.parallel.collectives import copy_to_shards
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,3 +29,31 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(F.relu(self.inner(copy_to_shards(x, self.group))))
+
+
+def build_block(config: ModelConfig, layer: int, group: Group, fused: FusedOps) -> Block:
+    """Layer number `layer` of the network that `config` describes."""
+    settings = AttentionSettings(
+        max_span=config.max_attention_span,
+        ramp=config.span_ramp,
+        position_values=config.position_values,
+        empty_cache=config.empty_cache,
+        dropout=config.attention_dropout,
+    )
+    attention = AllAttention(
+        layer=layer,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        persistent_memory_size=config.persistent_memory_size,
+        adaptive_span=config.adaptive_span,
+        settings=settings,
+        span_loss=config.span_loss,
+        attend=backend("eager"),
+        group=group,
+    )
+    feed_forward = (
+        FeedForward(f"layers.{layer}.ff", config.hidden_size, config.feed_forward_size, group)
+        if config.feed_forward_size
+        else None
+    )
+    return Block(attention, config.hidden_size, fused, feed_forward)

@@ -107,7 +107,7 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
         (["--num-layers", "9" * 5000], "--num-layers 9999999999"),
         (["--num-layers", "9" * 30], "--num-layers 999999999999999999999999999999: must be at least 1 and at most"),
         (["--micro-batch-size", "two"], "--micro-batch-size two: must be an integer"),
-        (["--tokenizer-type", "bpe"], "--tokenizer-type bpe: must be one of byte, char, null"),
+        (["--tokenizer-type", "bpe"], "--tokenizer-type bpe: must be one of byte, char, word, sentencepiece, null"),
         (["--lr", "nan"], "--lr nan: must be a finite number"),
         (["--lr", "-1"], "--lr -1.0: must be above 0"),
         (["--optimizer", "adagrad", "--adam-beta1", "0.5"], "--adam-beta1 0.5: has no effect with --optimizer adagrad"),
