@@ -162,7 +162,7 @@ class DeepSpeedEngine(Engine):
     def _loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.dtype == torch.float16 else 1.0
 
-    def _local_spans(self) -> Tensor:
+    def _local_spans(self) -> Tensor | None:
         if self.zero_stage < 3:
             return super()._local_spans()
         with self._deepspeed.zero.GatheredParameters(self.network.span_parameters()):

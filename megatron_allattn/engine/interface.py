@@ -40,12 +40,32 @@ class Spans:
     """How far heads look back, and what follows from it.
 
     windows: W of every layer; z: [layers, heads] on the CPU, None with a fixed span; tokens: float64 [layers, heads],
-    how many tokens each head looks back, ramp included.
+    how many tokens each head looks back, ramp included. Heads are those that attend to the context (head-split: half).
     """
 
     windows: tuple[int, ...]
     z: Tensor | None
     tokens: Tensor
+
+
+def local_spans(network: Network) -> Tensor | None:
+    """z of this rank's heads, [layers, H_local]; None with a fixed span."""
+    z = network.span_parameters()
+    return torch.stack([one.detach().flatten() for one in z]) if z else None
+
+
+def find_spans(network: Network, local: Tensor | None) -> Spans:
+    """The spans of all heads of all layers: one gather over the tensor group and one read by the host.
+
+    local: what `local_spans` gives, for an engine whose parameters are not whole where they stand.
+    """
+    model = network.config
+    if local is None:
+        full = torch.full((model.num_layers, model.num_context_heads), model.max_attention_span, dtype=torch.float64)
+        return Spans((model.max_attention_span,) * model.num_layers, None, full)
+    z = torch.cat(all_gather(local.detach(), network.group), dim=1).cpu()
+    windows = (window_length(layer, model.max_attention_span, model.span_ramp) for layer in z.amax(dim=1).tolist())
+    return Spans(tuple(windows), z, span_in_tokens(z, model.max_attention_span, model.span_ramp))
 
 
 ReadTensor = Callable[[str], Tensor]  # the full logical tensor of this name, on the CPU
@@ -86,20 +106,12 @@ class Engine(ABC):
         return range(self.groups.data.rank * size, (self.groups.data.rank + 1) * size)
 
     def spans(self) -> Spans:
-        """Today's spans of all heads of all layers: one gather over the tensor group and one read by the host."""
-        model = self.network.config
-        if not model.adaptive_span:
-            full = torch.full(
-                (model.num_layers, model.num_attention_heads), model.max_attention_span, dtype=torch.float64
-            )
-            return Spans((model.max_attention_span,) * model.num_layers, None, full)
-        z = torch.cat(all_gather(self._local_spans().detach(), self.groups.tensor), dim=1).cpu()
-        windows = (window_length(layer, model.max_attention_span, model.span_ramp) for layer in z.amax(dim=1).tolist())
-        return Spans(tuple(windows), z, span_in_tokens(z, model.max_attention_span, model.span_ramp))
+        """Today's spans; see `find_spans`."""
+        return find_spans(self.network, self._local_spans())
 
-    def _local_spans(self) -> Tensor:
-        """z of the local heads, [layers, H_local]."""
-        return torch.stack([z.flatten() for z in self.network.span_parameters()])
+    def _local_spans(self) -> Tensor | None:
+        """z of the local heads, [layers, H_local]; None with a fixed span."""
+        return local_spans(self.network)
 
     def forward_backward(self, inputs: np.ndarray, targets: np.ndarray, step: int, spans: Spans) -> float:
         """Accumulate the gradients of the step's micro-batches; inputs, targets: [S, M] of this rank's streams.

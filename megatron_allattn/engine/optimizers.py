@@ -190,8 +190,8 @@ def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
 
 
 def clip_gradients(network: Network, norm: Tensor, clip: float) -> None:
-    """Scale all gradients by min(1, clip / norm): the global clip of torch, without its 1e-6."""
-    scale = (clip / norm).clamp(max=1.0)
+    """Scale all gradients by min(1, clip / (norm + 1e-6)), as torch and DeepSpeed's ZeRO do."""
+    scale = (clip / (norm + 1e-6)).clamp(max=1.0)
     for parameter in network.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes, span_mask
-from megatron_allattn.parallel.random import column_keys, keep_mask
 
 
 def attend(
@@ -100,13 +99,8 @@ def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
 
 def _dropout(a: Tensor, settings: AttentionSettings, state: BlockState) -> Tensor:
     """Dropout on the weights [B, H, M, W + N], from keys; kept ones are divided by the keep rate."""
-    if state.dropout_keys is None or settings.dropout == 0.0:
+    if state.dropout_keys is None:
         return a
-    window, num_queries = state.window, a.shape[-2]
-    queries = torch.arange(num_queries, dtype=torch.int32, device=a.device)
-    rows = state.dropout_keys.attention_rows(state.layer, state.heads, queries)
-    distances = _distances(window, a)
-    persistent = settings.max_span + torch.arange(a.shape[-1] - window, device=a.device)
-    columns = column_keys(torch.cat([distances, persistent]))
-    keep = keep_mask(rows[..., None], columns, settings.dropout)
-    return a * keep * (1.0 / (1.0 - settings.dropout))
+    persistent = settings.max_span + 1 + torch.arange(a.shape[-1] - state.window, device=a.device)
+    columns = torch.cat([_distances(state.window, a), persistent])
+    return state.dropout_keys.attention_dropout(a, state.layer, state.heads, columns, settings.dropout)

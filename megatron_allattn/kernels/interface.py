@@ -6,9 +6,12 @@
     a    = dropout(ã / (Σ ã + 1e-8))
     y_t  = Σ_c a_tc (v_c [+ u_{t−c}]) + Σ_i a_ti v'_i          (v' already scaled by √N)
 
-(equations 3, 8 and 9 of the paper, with the span mask of its section 4.3 and the details of its published code.) A
+(equations 12 and 13 of the paper, with the span mask of its section 4.3 and the details of its published code.) A
 token attends to the positions before it, never to itself. Which positions are projected for which head is a backend's
 business; today's K and V of cached positions are always made from cached hidden states with today's weights.
+
+Without persistent vectors only the context is attended to. That is N = 0, and also how the variants that keep the two
+apart (model/variants.py) use a backend: it needs to know nothing of them, except that `heads` may have gaps.
 
 Shape letters: B streams, M block, C cached positions, W window, D hidden size, H local heads, K head size, N persistent
 vectors, L maximum span.
@@ -26,7 +29,7 @@ from megatron_allattn.parallel.random import DropoutKeys
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer's local weights. `query`, `key`, `value` [H·K, D]; `persistent_key` [H, K, N] and `persistent_value`
-    [H, N, K], scaled, or None for N = 0; `span` z [H, 1, 1] or None for a fixed span; `position_key` u [1, K, L],
+    [H, N, K], scaled, or both None; `span` z [H, 1, 1] or None for a fixed span; `position_key` u [1, K, L],
     column j for the distance L − j."""
 
     query: Tensor

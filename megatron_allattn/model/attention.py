@@ -1,4 +1,4 @@
-"""The all-attention sublayer: every head attends jointly over its context and its persistent vectors.
+"""The attention sublayer: over the context alone, and the paper's, over context and persistent vectors together.
 
 Heads are cut over the tensor group: this rank holds the rows of W_q, W_k, W_v, the persistent vectors and the spans of
 its heads, and the matching columns of W_o. The block's hidden states enter through one identity/all-reduce node and
@@ -6,12 +6,13 @@ leave through the one all-reduce of W_o: one per direction and layer, where a Me
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.persistent import PersistentMemory
@@ -51,53 +52,44 @@ class BlockContext:
     loss_scale: float = 1.0
 
 
-class AllAttention(nn.Module):
-    """Hidden states [B, M, D] and cached ones [B, C, D] → the sublayer's output [B, M, D], replicated.
+class SelfAttention(nn.Module):
+    """Multi-head attention over the context alone (section 3 of the paper), and what all variants of it share.
 
-    span_loss: the coefficient of the span loss, coefficient · L · mean over the layer's heads of z.
+    Hidden states [B, M, D] and cached ones [B, C, D] → the sublayer's output [B, M, D], replicated. Subclasses override
+    `local_heads`. Where only some heads attend to the context, W_k, W_v and z exist for those.
     """
 
-    def __init__(
-        self,
-        layer: int,
-        hidden_size: int,
-        num_heads: int,
-        persistent_memory_size: int,
-        adaptive_span: bool,
-        settings: AttentionSettings,
-        span_loss: float,
-        attend: Attend,
-        group: Group,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
         super().__init__()
-        self.layer, self.settings, self.attend, self.group = layer, settings, attend, group
-        name = f"layers.{layer}"
-        linear = Init("uniform", 1.0 / math.sqrt(hidden_size))
-        square = (hidden_size, hidden_size)
-        self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", square, 0, linear), group)
-        self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", square, 0, linear), group)
-        self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", square, 0, linear), group)
-        self.out = RowParallelLinear(f"{name}.out", hidden_size, hidden_size, group, linear, bias=False)
-        head_size, local_heads = hidden_size // num_heads, num_heads // group.size
-        self.persistent = (
-            PersistentMemory(f"{name}.persistent", num_heads, head_size, persistent_memory_size, group)
-            if persistent_memory_size
-            else None
+        self.layer, self.attend, self.group = layer, attend, group
+        self.settings = AttentionSettings(
+            max_span=config.max_attention_span,
+            ramp=config.span_ramp,
+            position_values=config.position_values,
+            empty_cache=config.empty_cache,
+            dropout=config.attention_dropout,
         )
-        self.span = AdaptiveSpan(f"{name}.span", num_heads, group) if adaptive_span else None
-        self.span_gradient = span_loss * settings.max_span / num_heads
-        heads = torch.arange(group.rank * local_heads, (group.rank + 1) * local_heads, dtype=torch.int32)
-        self.register_buffer("heads", heads, persistent=False)
+        name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
+        assert num_heads % group.size == 0
+        linear = Init("uniform", 1.0 / math.sqrt(size))
+        context_shape = (num_heads * (size // config.num_attention_heads), size)
+        self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", (size, size), 0, linear), group)
+        self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", context_shape, 0, linear), group)
+        self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", context_shape, 0, linear), group)
+        self.out = RowParallelLinear(f"{name}.out", size, size, group, linear, bias=False)
+        self.span = AdaptiveSpan(f"{name}.span", num_heads, group) if config.adaptive_span else None
+        self.span_gradient = config.span_loss * config.max_attention_span / num_heads
+        heads = torch.arange(0, config.num_attention_heads, config.num_attention_heads // num_heads, dtype=torch.int32)
+        self.register_buffer("heads", heads.chunk(group.size)[group.rank], persistent=False)
 
     def forward(self, hidden: Tensor, cached: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
-        persistent_key, persistent_value = self.persistent() if self.persistent is not None else (None, None)
         z = self.span() if self.span is not None else None
         weights = LayerWeights(
             query=self.query,
             key=self.key,
             value=self.value,
-            persistent_key=persistent_key,
-            persistent_value=persistent_value,
+            persistent_key=None,
+            persistent_value=None,
             span=z,
             position_key=position_key,
         )
@@ -108,5 +100,27 @@ class AllAttention(nn.Module):
             layer=self.layer,
             dropout_keys=context.dropout_keys,
         )
-        output = self.out(self.attend(copy_to_shards(hidden, self.group), cached, weights, self.settings, state))
+        output = self.out(self.local_heads(copy_to_shards(hidden, self.group), cached, weights, state))
         return output if z is None else add_span_loss(output, z, self.span_gradient * context.loss_scale)
+
+    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+        """Outputs of this rank's heads before W_o, [B, M, H·K]. `state` names the heads that attend to the context."""
+        return self.attend(hidden, cached, weights, self.settings, state)
+
+
+class AllAttention(SelfAttention):
+    """Every head attends jointly over its context and its N persistent vectors (section 4.2, equations 12 and 13)."""
+
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
+        super().__init__(config, layer, attend, group)
+        self.persistent = memory_of_heads(config, layer, config.num_attention_heads, group)
+
+    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+        key, value = self.persistent()
+        return super().local_heads(hidden, cached, replace(weights, persistent_key=key, persistent_value=value), state)
+
+
+def memory_of_heads(config: ModelConfig, layer: int, num_heads: int, group: Group) -> PersistentMemory:
+    """The persistent vectors of `num_heads` heads of a layer, each with its own."""
+    head_size = config.hidden_size // config.num_attention_heads
+    return PersistentMemory(f"layers.{layer}.persistent", num_heads, head_size, config.persistent_memory_size, group)

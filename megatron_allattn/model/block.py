@@ -1,6 +1,6 @@
-"""One layer of the network: the all-attention sublayer and its add-norm (equations 7 and 10 of the paper).
+"""One layer of the network: the attention sublayer and its add-norm (equations 6 to 8 and 14 of the paper).
 
-    z = LayerNorm(x + AllAttention(x))              and, in the transformer baseline only,
+    z = LayerNorm(x + Attention(x))              and, in the variants that have a feed-forward sublayer,
     y = LayerNorm(z + FeedForward(z))
 
 The residual stream is replicated over the tensor group. A layer reads the hidden states cached before the block and
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model.attention import AllAttention, BlockContext
+from megatron_allattn.model.attention import BlockContext, SelfAttention
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.parallel.groups import ALONE
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
@@ -33,10 +33,13 @@ class LayerNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Hidden states [B, M, D] → [B, M, D]; caches hidden states under its layer index."""
+    """Hidden states [B, M, D] → [B, M, D]; caches hidden states under its layer index.
+
+    feed_forward: (hidden states [B, M, D], dropout keys or None) → [B, M, D].
+    """
 
     def __init__(
-        self, attention: AllAttention, hidden_size: int, fused: FusedOps, feed_forward: nn.Module | None = None
+        self, attention: SelfAttention, hidden_size: int, fused: FusedOps, feed_forward: nn.Module | None = None
     ) -> None:
         super().__init__()
         name = f"layers.{attention.layer}"
@@ -48,8 +51,14 @@ class Block(nn.Module):
         layer, max_span = self.attention.layer, self.attention.settings.max_span
         cached = context.cache.read(layer)
         keep = cache_length(context.windows[layer], max_span)
-        context.cache.write(layer, torch.cat([cached, hidden.detach()], dim=1)[:, -keep:])
+        context.cache.write(layer, _last(cached, hidden.detach(), keep))
         hidden = self.norm1(hidden + self.attention(hidden, cached, position_key, context))
         if self.feed_forward is not None and self.norm2 is not None:
-            hidden = self.norm2(hidden + self.feed_forward(hidden))
+            hidden = self.norm2(hidden + self.feed_forward(hidden, context.dropout_keys))
         return hidden
+
+
+def _last(cached: Tensor, hidden: Tensor, keep: int) -> Tensor:
+    """The last `keep` positions of both, [B, keep, D] (or all), in memory of their own: no view of something longer."""
+    dropped = max(0, cached.shape[1] + hidden.shape[1] - keep)
+    return torch.cat([cached[:, dropped:], hidden[:, max(0, dropped - cached.shape[1]) :]], dim=1)

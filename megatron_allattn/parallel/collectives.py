@@ -1,9 +1,16 @@
 """Collectives, with and without autograd. On a group of one rank each is the identity and sends nothing.
 
-The two autograd functions are Megatron-LM's conjugate pair around a column- and row-parallel pair of products:
+Autograd functions come in conjugate pairs, the forward of one being the backward of the other. The first pair is
+Megatron-LM's around a column- and a row-parallel product; the second is what its sequence parallelism uses:
 
-    copy_to_shards    forward identity      backward all-reduce    (one replicated input feeds every rank's shard)
-    sum_over_shards   forward all-reduce    backward identity      (every rank holds a partial sum)
+    copy_to_shards    forward identity          backward all-reduce        a replicated input feeds every rank's shard
+    sum_over_shards   forward all-reduce        backward identity          every rank holds a partial sum
+
+    gather_columns    forward all-gather        backward reduce-scatter    every rank's work reads all columns
+    sum_to_columns    forward reduce-scatter    backward all-gather        partial sums; a rank goes on with its columns
+
+`softmax_over_shards` is a softmax over a dimension that is cut: one small all-gather forward, one small all-reduce
+backward.
 """
 
 from collections.abc import Callable
@@ -35,6 +42,17 @@ def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(parts, tensor.contiguous(), group=group.handle)
     return parts
+
+
+def reduce_scatter_columns(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's equal share of the last dimension of the sum of all ranks' `tensor`."""
+    if group.size == 1:
+        return tensor
+    parts = [part.contiguous() for part in tensor.chunk(group.size, dim=-1)]
+    assert len(parts) == group.size and parts[0].shape == parts[-1].shape, f"{tuple(tensor.shape)} over {group.size}"
+    own = torch.empty_like(parts[group.rank])
+    dist.reduce_scatter(own, parts, group=group.handle)
+    return own
 
 
 def gather_to_first(tensor: Tensor, group: Group) -> list[Tensor] | None:
@@ -122,6 +140,49 @@ class _SumOverShards(torch.autograd.Function):
         return grads[0], None
 
 
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return torch.cat(all_gather(tensor, group), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_columns(grads[0], ctx.group), None
+
+
+class _SumToColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_columns(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(all_gather(grads[0], ctx.group), dim=-1), None
+
+
+class _SoftmaxOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: Group) -> Tensor:
+        maximum = scores.amax(dim=-1, keepdim=True)
+        exponentials = (scores - maximum).exp_()
+        own = torch.stack([maximum, exponentials.sum(dim=-1, keepdim=True)])
+        maxima, sums = torch.stack(all_gather(own, group), dim=1)
+        highest = maxima.amax(dim=0)
+        total = (sums * (maxima - highest).exp()).sum(dim=0)
+        weights = exponentials.mul_((maximum - highest).exp() / total)
+        ctx.group = group
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        weighted = weights * grads[0]
+        return weighted - weights * all_reduce(weighted.sum(dim=-1, keepdim=True), ctx.group), None
+
+
 def copy_to_shards(tensor: Tensor, group: Group) -> Tensor:
     """A replicated `tensor` as input to sharded work: identity in forward, sum of the gradients in backward."""
     return _CopyToShards.apply(tensor, group) if group.size > 1 else tensor
@@ -130,3 +191,19 @@ def copy_to_shards(tensor: Tensor, group: Group) -> Tensor:
 def sum_over_shards(tensor: Tensor, group: Group) -> Tensor:
     """Sum of the ranks' partial results: all-reduce in forward, identity in backward."""
     return _SumOverShards.apply(tensor, group) if group.size > 1 else tensor
+
+
+def gather_columns(tensor: Tensor, group: Group) -> Tensor:
+    """[..., C / parts] → [..., C], every rank's columns in group order: all-gather, reduce-scatter in backward."""
+    return _GatherColumns.apply(tensor, group) if group.size > 1 else tensor
+
+
+def sum_to_columns(tensor: Tensor, group: Group) -> Tensor:
+    """[..., C], a partial sum → [..., C / parts], this rank's columns of the sum: reduce-scatter, then all-gather."""
+    return _SumToColumns.apply(tensor, group) if group.size > 1 else tensor
+
+
+def softmax_over_shards(scores: Tensor, group: Group) -> Tensor:
+    """This rank's columns of the softmax over the last dimension, which is cut over `group`; float32 or wider."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return _SoftmaxOverShards.apply(scores, group) if group.size > 1 else scores.softmax(dim=-1)

@@ -14,12 +14,12 @@ with `mix` the two-multiplication finalizer "lowbias32" (C. Wellons, "Prospectin
 key(row) = mix(… mix(mix(seed) + a) + b …) over the row's integers (a, b, …), seed's high word first. It is kept when
 bits, read as an unsigned number, are ≥ p · 2³².
 
-    attention weights    row (seed, site "attention", step, layer, stream, head, query)   column = key: the distance t
-    − c for
-                         the context, L + i for persistent vector i
-    other sites          row (seed, site, step, stream, position)                         column = global channel
+    attention weights    row (seed, site, step, layer, stream, head, query)    column = key: the distance t − c for the
+                         context, L + 1 + i for persistent vector i (head 0 where one set of vectors serves all heads)
+    feed-forward units   row (seed, site, step, layer, stream, position)       column = global unit
+    other sites          row (seed, site, step, stream, position)              column = global channel
 
-`query` and `position` are offsets in the block; `head`, `stream` and `channel` are global.
+`query` and `position` are offsets in the block; `head`, `stream`, `unit` and `channel` are global.
 """
 
 import hashlib
@@ -40,6 +40,7 @@ class Site(IntEnum):
     ATTENTION = 1
     EMBEDDING = 2
     REPRESENTATION = 3
+    FEED_FORWARD = 4
 
 
 def tensor_generator(seed: int, name: str) -> torch.Generator:
@@ -120,15 +121,36 @@ class DropoutKeys:
         streams = self.streams[:, None, None]
         return row_keys(self.seed, Site.ATTENTION, self.step, layer, streams, heads[:, None], queries)
 
-    def dropout(self, tensor: Tensor, site: Site, probability: float) -> Tensor:
-        """Dropout on [B, M, D] whose last dimension holds all channels; kept values are divided by the keep rate."""
+    def attention_dropout(
+        self, weights: Tensor, layer: int, heads: Tensor, columns: Tensor, probability: float
+    ) -> Tensor:
+        """Dropout on attention weights [B, H, M, C] of logical `heads` [H]; kept ones are divided by the keep rate.
+
+        columns: the key of each column [C], a distance, or L + 1 + i.
+        """
+        if probability == 0.0:
+            return weights
+        queries = torch.arange(weights.shape[-2], dtype=torch.int32, device=weights.device)
+        rows = self.attention_rows(layer, heads, queries)
+        return _drop(weights, keep_mask(rows[..., None], column_keys(columns), probability), probability)
+
+    def dropout(
+        self, tensor: Tensor, site: Site, probability: float, *, layer: int | None = None, first_channel: int = 0
+    ) -> Tensor:
+        """Dropout on [B, M, D], consecutive channels from `first_channel`; kept values are divided by the keep rate.
+
+        layer: its index, at sites that every layer has.
+        """
         if probability == 0.0:
             return tensor
         device = tensor.device
         positions = torch.arange(tensor.shape[1], dtype=torch.int32, device=device)
-        rows = row_keys(self.seed, site, self.step, self.streams[:, None], positions)
-        columns = column_keys(torch.arange(tensor.shape[2], device=device))
-        keep = keep_mask(rows[:, :, None], columns, probability)
-        return torch.where(
-            keep, tensor * (1.0 / (1.0 - probability)), torch.zeros((), dtype=tensor.dtype, device=device)
-        )
+        place = () if layer is None else (layer,)
+        rows = row_keys(self.seed, site, self.step, *place, self.streams[:, None], positions)
+        columns = column_keys(torch.arange(first_channel, first_channel + tensor.shape[2], device=device))
+        return _drop(tensor, keep_mask(rows[:, :, None], columns, probability), probability)
+
+
+def _drop(tensor: Tensor, keep: Tensor, probability: float) -> Tensor:
+    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return torch.where(keep, tensor * (1.0 / (1.0 - probability)), zero)

@@ -11,9 +11,13 @@ from megatron_allattn.parallel.collectives import (
     all_reduce_max,
     broadcast_object,
     copy_to_shards,
+    gather_columns,
     gather_objects,
     gather_to_first,
+    reduce_scatter_columns,
+    softmax_over_shards,
     sum_over_shards,
+    sum_to_columns,
 )
 from megatron_allattn.parallel.groups import ALONE
 from tests.support.pool import WorkerPools
@@ -74,9 +78,69 @@ def test_each_function_is_the_others_backward(pools: WorkerPools) -> None:
     assert results[1] == {"copy": ([2.0, 5.0], [3.0, 3.0]), "sum": ([3.0, 10.0], [2.0, 2.0])}
 
 
+def _columns(rank: int, world_size: int) -> dict:
+    """The column pair on three dimensions; each rank weighs its result with rank + 1."""
+    group, result = groups_of(2, 1).tensor, {}
+    for name, function, width in (("gather", gather_columns, 1), ("sum", sum_to_columns, 2)):
+        x = (torch.arange(2.0 * width).view(1, 2, width) + 10 * rank).requires_grad_()
+        y = function(x, group)
+        (y * torch.arange(1.0, y.numel() + 1).view_as(y) * (rank + 1)).sum().backward()
+        result[name] = (y.tolist(), x.grad.tolist())
+    return result
+
+
+def test_gathering_columns_and_summing_to_columns_are_each_others_backward(pools: WorkerPools) -> None:
+    first, second = pools(2).run(_columns)
+    # gathered [[0, 10], [1, 11]] on both; its gradient [[1, 2], [3, 4]], weighed 1 and 2, summed, cut into columns
+    assert first["gather"] == ([[[0.0, 10.0], [1.0, 11.0]]], [[[3.0], [9.0]]])
+    assert second["gather"] == ([[[0.0, 10.0], [1.0, 11.0]]], [[[6.0], [12.0]]])
+    # [[0, 1], [2, 3]] + [[10, 11], [12, 13]], cut into columns; gradients [[1], [2]] and [[2], [4]] side by side
+    assert first["sum"] == ([[[10.0], [14.0]]], [[[1.0, 2.0], [2.0, 4.0]]])
+    assert second["sum"] == ([[[12.0], [16.0]]], [[[1.0, 2.0], [2.0, 4.0]]])
+
+
+def _scores(rows: int = 5) -> torch.Tensor:
+    """[rows, 8], among them rows that would overflow and rows that are nothing but one column's."""
+    scores = torch.randn(rows, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3
+    scores[1, 6], scores[2], scores[3, :4] = 2000.0, -5000.0, -3000.0
+    return scores
+
+
+def _softmax(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    group = groups_of(world_size, 1).tensor
+    scores = _scores().to(dtype).chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    weights = softmax_over_shards(scores, group)
+    own = torch.linspace(-1, 1, 40).view(5, 8).chunk(world_size, dim=-1)[rank]
+    (weights * own).sum().backward()
+    return weights.detach(), scores.grad
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_softmax_over_shards_is_the_softmax(pools: WorkerPools, size: int) -> None:
+    scores = _scores().requires_grad_()
+    expected = scores.softmax(dim=-1)
+    (expected * torch.linspace(-1, 1, 40).view(5, 8)).sum().backward()
+    parts = pools(size).run(_softmax, torch.float64)
+    torch.testing.assert_close(torch.cat([p[0] for p in parts], dim=-1), expected.detach(), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(torch.cat([p[1] for p in parts], dim=-1), scores.grad, rtol=1e-12, atol=1e-15)
+    half = pools(size).run(_softmax, torch.bfloat16)
+    assert all(weights.dtype == torch.float32 and grad.dtype == torch.bfloat16 for weights, grad in half)
+    rounded = _scores().bfloat16().float().softmax(dim=-1)
+    torch.testing.assert_close(torch.cat([p[0] for p in half], dim=-1), rounded, rtol=1e-5, atol=1e-7)
+
+
 def test_one_rank_alone_sends_nothing() -> None:
     x = torch.tensor([1.0, 2.0])
-    for function in (all_reduce, all_reduce_max, copy_to_shards, sum_over_shards):
+    torch.testing.assert_close(softmax_over_shards(x, ALONE), x.softmax(dim=0))
+    for function in (
+        all_reduce,
+        all_reduce_max,
+        copy_to_shards,
+        sum_over_shards,
+        gather_columns,
+        sum_to_columns,
+        reduce_scatter_columns,
+    ):
         assert function(x, ALONE) is x
     assert all_gather(x, ALONE) == [x] and gather_to_first(x, ALONE) == [x]
     assert gather_objects("a", ALONE) == ["a"] and broadcast_object("a", ALONE) == "a"

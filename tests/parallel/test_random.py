@@ -15,7 +15,14 @@ from megatron_allattn.parallel.random import (
     row_keys,
     tensor_generator,
 )
-from tests.support.slow_attention import EMBEDDING_SITE, REPRESENTATION_SITE, hash_bits, lowbias32
+from tests.support.slow_attention import (
+    ATTENTION_SITE,
+    EMBEDDING_SITE,
+    FEED_FORWARD_SITE,
+    REPRESENTATION_SITE,
+    hash_bits,
+    lowbias32,
+)
 
 # Published with the function: the values of lowbias32 at 0, 1, 2, 3
 PUBLISHED = [0, 1753845952, 3507691905, 1408362973]
@@ -121,9 +128,36 @@ def test_dropout_of_hidden_states_follows_the_documented_hash() -> None:
         torch.testing.assert_close(keys.dropout(x, site, probability), torch.tensor(expected, dtype=torch.float64))
 
 
+def test_dropout_of_feed_forward_units_follows_the_documented_hash() -> None:
+    streams, layer, probability = [9, 2], 3, 0.4
+    keys = DropoutKeys(17, 30, torch.tensor(streams, dtype=torch.int32))
+    row = [(FEED_FORWARD_SITE, 30, layer, s) for s in streams]
+    expected = [
+        [[(hash_bits(17, (*r, p), unit) >= probability * 2**32) / 0.6 for unit in range(7, 12)] for p in range(3)]
+        for r in row
+    ]
+    x = torch.ones(2, 3, 5, dtype=torch.float64)
+    found = keys.dropout(x, Site.FEED_FORWARD, probability, layer=layer, first_channel=7)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_dropout_of_attention_weights_follows_the_documented_hash() -> None:
+    streams, heads, columns, layer = [9, 2], [1, 3, 5], [6, 5, 200], 4
+    keys = DropoutKeys(17, 30, torch.tensor(streams, dtype=torch.int32))
+    expected = [
+        [[[(hash_bits(17, (ATTENTION_SITE, 30, layer, s, h, q), c) >= 2**30) / 0.75 for c in columns] for q in range(2)]
+         for h in heads]
+        for s in streams
+    ]  # fmt: skip
+    a = torch.ones(2, 3, 2, 3, dtype=torch.float64)
+    found = keys.attention_dropout(a, layer, torch.tensor(heads, dtype=torch.int32), torch.tensor(columns), 0.25)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
 def test_no_dropout_returns_the_tensor_itself() -> None:
-    x = torch.ones(1, 2, 3)
-    assert DropoutKeys(1, 1, torch.zeros(1, dtype=torch.int32)).dropout(x, Site.EMBEDDING, 0.0) is x
+    x, keys = torch.ones(1, 2, 3), DropoutKeys(1, 1, torch.zeros(1, dtype=torch.int32))
+    assert keys.dropout(x, Site.EMBEDDING, 0.0) is x
+    assert keys.attention_dropout(x, 0, torch.zeros(1), torch.arange(3), 0.0) is x
 
 
 def test_dropout_keeps_the_type_and_passes_the_gradient_of_what_is_kept() -> None:

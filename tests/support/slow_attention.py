@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-ATTENTION_SITE, EMBEDDING_SITE, REPRESENTATION_SITE = 1, 2, 3
+ATTENTION_SITE, EMBEDDING_SITE, REPRESENTATION_SITE, FEED_FORWARD_SITE = 1, 2, 3, 4
 
 
 @dataclass
@@ -73,7 +73,7 @@ def _head_output(p: Problem, stream: int, head: int, token: int) -> Tensor:
         values.append(p.value[rows] @ x + (u if p.position_values == "shared" else 0.0))
     for i in range(0 if p.persistent_key is None else p.persistent_key.shape[2]):
         assert p.persistent_key is not None and p.persistent_value is not None
-        columns.append(span + i)
+        columns.append(span + 1 + i)
         masks.append(torch.ones((), dtype=q.dtype))
         scores.append(q @ p.persistent_key[head, :, i] / math.sqrt(size))
         values.append(p.persistent_value[head, i])

@@ -119,10 +119,10 @@ def build(case: Case, vocab_size: int, run: RunConfig | None = None) -> Engine:
 
 
 def trajectory(
-    rank: int, world_size: int, case: Case, tokens: np.ndarray, vocab_size: int, steps: int
+    rank: int, world_size: int, case: Case, tokens: np.ndarray, vocab_size: int, steps: int, model: ModelConfig = MODEL
 ) -> Trajectory | None:
     """Train `steps` steps; the first rank returns what happened."""
-    run = run_config(case)
+    run = run_config(case, model)
     engine = build(case, vocab_size, run)
     training = run.training
     streams = TokenStreams(tokens, training.global_batch_size, training.seq_length, training.seed)
@@ -144,7 +144,7 @@ def differences(found: Trajectory, expected: Trajectory) -> dict[str, float]:
     assert found.gradients.keys() == expected.gradients.keys() and len(found.losses) == len(expected.losses)
     losses = np.abs(np.divide(found.losses, expected.losses) - 1)
     gradients = [
-        np.abs(found.gradients[name] - gradient).max() / np.abs(gradient).max()
+        np.abs(found.gradients[name] - gradient).max() / max(np.abs(gradient).max(), 1e-30)
         for name, gradient in expected.gradients.items()
     ]
     norm = abs(found.norms[0] / expected.norms[0] - 1)
