@@ -25,7 +25,7 @@ class DataConfig:
     """Tokenizer of a single Megatron file; prepared data brings its own."""
 
     tokenizer_model: Path | None = None
-    """JSON file with the vocabulary (--tokenizer-type char only)."""
+    """Vocabulary: JSON of char or word, or a P.json; FILE.model of sentencepiece."""
 
     vocab_size: int | None = None
     """Vocabulary size of bare token numbers (--tokenizer-type null only)."""

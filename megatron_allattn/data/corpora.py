@@ -9,10 +9,12 @@ import codecs
 import os
 import platform
 import stat
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_allattn.config.errors import UsageError, usage_error
 
@@ -24,10 +26,22 @@ SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")  # differ f
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a corpus: a name for messages and the manifest, and the file that holds it."""
+    """One document of a corpus: a name for messages and the manifest, the file that holds it, the flag that gave it."""
 
     name: str
     path: Path
+    flag: str = "--input"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self.path.stat().st_size
+
+    def open(self, offset: int = 0) -> BinaryIO:
+        """The file's bytes from `offset` on."""
+        file = self.path.open("rb")
+        file.seek(offset)
+        return file
 
 
 @dataclass(frozen=True)
@@ -39,15 +53,18 @@ class Corpus:
     num_skipped: int = 0
 
 
-def files_corpus(inputs: Sequence[str | Path]) -> Corpus:
-    """The files of --input, a document each, in the order given; each must be a readable file that is not empty."""
-    documents = tuple(Document(str(name), Path(name)) for name in inputs)
+def files_corpus(inputs: Sequence[str | Path], flag: str = "--input", description: str = "text files") -> Corpus:
+    """Files, a document each, in the order given; each must be a readable regular file that is not empty.
+
+    `flag` names them in errors, `description` in the manifest.
+    """
+    documents = tuple(Document(str(name), Path(name), flag) for name in inputs)
     for document in documents:
-        _check_input(document.path)
-    return Corpus("text files", documents)
+        _check_input(document.path, flag)
+    return Corpus(description, documents)
 
 
-def _check_input(path: Path) -> None:
+def _check_input(path: Path, flag: str) -> None:
     fix = "give text files"
     try:
         status = path.stat()
@@ -55,13 +72,15 @@ def _check_input(path: Path) -> None:
             path.open("rb").close()
     except OSError as error:
         rule = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise usage_error("--input", path, rule, fix) from None
+        raise usage_error(flag, path, rule, fix) from None
     if stat.S_ISDIR(status.st_mode):
-        raise usage_error("--input", path, "is a folder", f"name the files in it, for example {path}/*.txt")
+        raise usage_error(flag, path, "is a folder", f"name the files in it, for example {path}/*.txt")
     if not stat.S_ISREG(status.st_mode):
-        raise usage_error("--input", path, "is not a regular file (it is read twice)", "save the text to a file first")
+        raise usage_error(
+            flag, path, "is not a regular file (it is read more than once)", "save the text to a file first"
+        )
     if not status.st_size:
-        raise usage_error("--input", path, "is empty", fix)
+        raise usage_error(flag, path, "is empty", fix)
 
 
 def standard_library() -> Corpus:
@@ -101,11 +120,18 @@ def _python_files(root: Path) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def read_bytes(document: Document, chunk_bytes: int) -> Iterator[bytes]:
-    """The document's bytes in pieces of at most `chunk_bytes`."""
-    with document.path.open("rb") as file:
-        while chunk := file.read(chunk_bytes):
+def read_bytes(document: Document, chunk_bytes: int, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The document's bytes from `start` to `end` (None: its end) in pieces of at most `chunk_bytes`."""
+    with document.open(start) as file:
+        left = sys.maxsize if end is None else end - start
+        while chunk := file.read(min(chunk_bytes, left)):
             yield chunk
+            left -= len(chunk)
+
+
+def line_number(document: Document, offset: int) -> int:
+    """The number, from 1, of the line that byte `offset` of the file is in."""
+    return 1 + sum(chunk.count(b"\n") for chunk in read_bytes(document, 2**20, 0, offset))
 
 
 def whole_characters(document: Document, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -137,4 +163,4 @@ def _whole_characters(document: Document, data: bytes, offset: int, line: int, *
     if offset == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         reason += " (the file starts like UTF-16)"
     fix = "convert it to UTF-8, or keep every byte as it is with the byte tokenizer's --raw-bytes"
-    raise usage_error("--input", document.name, f"line {line}, byte offset {offset + wrong} {reason}", fix)
+    raise usage_error(document.flag, document.name, f"line {line}, byte offset {offset + wrong} {reason}", fix)

@@ -5,11 +5,12 @@ split here by --split into contiguous ranges of tokens, its tokenizer comes from
 checks that every id is in the vocabulary. Nothing depends on the rank that opens.
 """
 
+import dataclasses
 import difflib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +20,18 @@ import numpy as np
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.data import manifest
 from megatron_allattn.data.indexed import IndexedReader, Tokens, bin_path, idx_path
-from megatron_allattn.data.manifest import Manifest
+from megatron_allattn.data.manifest import Manifest, SplitRecord
 from megatron_allattn.data.prepare import default_corpus, unigram_entropy
 from megatron_allattn.data.splits import SPLITS, split_boundaries
 from megatron_allattn.data.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer, tokenizer_from_file
 
 SCAN_TOKENS = 2**20
+VOCABULARIES = {  # kinds of --tokenizer-type that need --tokenizer-model, and what that is
+    "char": "the vocabulary's JSON",
+    "word": "the vocabulary's JSON",
+    "sentencepiece": "the FILE.model",
+}
+KINDS = ("byte", *VOCABULARIES, "null")
 
 
 class DataSettings(Protocol):
@@ -48,7 +55,8 @@ class Dataset:
 
     train, valid, test: token ids [n], read-only memory maps; a split of weight 0 has none · unigram_entropy: bits per
     token of the whole corpus · description: one line · fingerprint: SHA-256 (hex) over tokenizer, tokens and split, the
-    same on every rank that reads the same data.
+    same on every rank that reads the same data · splits: what the manifest says of each split, such as the bytes and
+    words of its original text; None for a bare file, which does not tell.
     """
 
     train: Tokens
@@ -58,6 +66,7 @@ class Dataset:
     unigram_entropy: float
     description: str
     fingerprint: str
+    splits: Mapping[str, SplitRecord] | None = None
 
 
 def open_dataset(
@@ -116,7 +125,8 @@ def _open_prepared(prefix: Path, prepared: Manifest, data: DataSettings, explici
             raise usage_error("prepared data", bin_path(reader.prefix), rule, "prepare the data again")
         arrays.append(reader.tokens)
     hashes = [prepared.files[f"{split}.bin"].sha256 for split in SPLITS]
-    return _dataset(prefix, arrays, prepared.tokenizer, prepared.unigram_entropy_bits, hashes)
+    dataset = _dataset(prefix, arrays, prepared.tokenizer, prepared.unigram_entropy_bits, hashes)
+    return dataclasses.replace(dataset, splits=prepared.splits)
 
 
 def _open_bare(prefix: Path, data: DataSettings) -> Dataset:
@@ -150,7 +160,7 @@ def _check_flags(prefix: Path, tokenizer: Tokenizer, data: DataSettings) -> None
     if data.vocab_size not in (None, tokenizer.vocab_size):
         raise usage_error("--vocab-size", data.vocab_size, f"{says} {tokenizer.vocab_size}", fix)
     if data.tokenizer_model is not None:
-        other = tokenizer_from_file(data.tokenizer_model)
+        other = tokenizer_from_file(data.tokenizer_model, tokenizer.newline)
         if other.fingerprint != tokenizer.fingerprint:
             rule = f"is a {other.name} vocabulary of {other.vocab_size}, {says} another {tokenizer.name} vocabulary"
             raise usage_error("--tokenizer-model", data.tokenizer_model, f"{rule} of {tokenizer.vocab_size}", fix)
@@ -165,30 +175,41 @@ def _tokenizer_from_flags(prefix: Path, data: DataSettings) -> Tokenizer:
             rule = f"is only the {whole} split of prepared data"
             raise usage_error("--data-path", prefix, rule, f"use --data-path {owner} (or add --tokenizer-type)")
         rule = "is a bare token file, which does not say how it was tokenized"
-        raise usage_error("--data-path", prefix, rule, "add --tokenizer-type byte, char or null")
-    if kind != "char" and data.tokenizer_model is not None:
+        raise usage_error("--data-path", prefix, rule, f"add --tokenizer-type {_either(KINDS)}")
+    if kind not in KINDS:
+        raise usage_error("--tokenizer-type", kind, "is unknown", f"choose {_either(KINDS)}")
+    if kind in VOCABULARIES:
+        return _given_vocabulary(kind, bare, data)
+    if data.tokenizer_model is not None:
         rule = f"has no effect with --tokenizer-type {kind}"
         raise usage_error("--tokenizer-model", data.tokenizer_model, rule, "leave it out")
-    tokenizer: Tokenizer
     if kind == "null":
         if data.vocab_size is None:
-            raise usage_error("--tokenizer-type", kind, f"{bare}", "add --vocab-size with the number of ids")
+            raise usage_error("--tokenizer-type", kind, bare, "add --vocab-size with the number of ids")
         return NullTokenizer(data.vocab_size)
-    if kind == "char":
-        if data.tokenizer_model is None:
-            raise usage_error("--tokenizer-type", kind, f"{bare}", "add --tokenizer-model with the vocabulary's JSON")
-        tokenizer = tokenizer_from_file(data.tokenizer_model)
-        if tokenizer.name != "char":
-            rule = f"describes a {tokenizer.name} tokenizer, --tokenizer-type is char"
-            raise usage_error("--tokenizer-model", data.tokenizer_model, rule, "give a char vocabulary")
-    elif kind == "byte":
-        tokenizer = ByteTokenizer()
-    else:
-        raise usage_error("--tokenizer-type", kind, "is unknown", "choose byte, char or null")
+    return _checked_size(ByteTokenizer(), data)
+
+
+def _given_vocabulary(kind: str, bare: str, data: DataSettings) -> Tokenizer:
+    """The tokenizer of --tokenizer-model, which must be of this kind."""
+    if data.tokenizer_model is None:
+        raise usage_error("--tokenizer-type", kind, bare, f"add --tokenizer-model with {VOCABULARIES[kind]}")
+    tokenizer = tokenizer_from_file(data.tokenizer_model)
+    if tokenizer.name != kind:
+        rule = f"describes a {tokenizer.name} tokenizer, --tokenizer-type is {kind}"
+        raise usage_error("--tokenizer-model", data.tokenizer_model, rule, f"give {VOCABULARIES[kind]}")
+    return _checked_size(tokenizer, data)
+
+
+def _checked_size(tokenizer: Tokenizer, data: DataSettings) -> Tokenizer:
     if data.vocab_size not in (None, tokenizer.vocab_size):
-        rule = f"the {kind} tokenizer has {tokenizer.vocab_size} ids"
+        rule = f"the {tokenizer.name} tokenizer has {tokenizer.vocab_size} ids"
         raise usage_error("--vocab-size", data.vocab_size, rule, "leave it out")
     return tokenizer
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _scan(reader: IndexedReader, tokenizer: Tokenizer) -> tuple[float, str]:

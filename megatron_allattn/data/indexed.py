@@ -209,6 +209,8 @@ def _file_size(path: Path) -> int:
     """Size in bytes of a regular file, or a UsageError that says what is there instead."""
     if path.is_dir():
         raise usage_error("token file", path, "is a folder, expected a file", "give the prefix of a .bin and .idx pair")
+    if path.exists() and not path.is_file():
+        raise usage_error("token file", path, "is not a regular file (it is mapped)", "copy the tokens to a file first")
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size

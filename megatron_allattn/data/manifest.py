@@ -17,18 +17,28 @@ from megatron_allattn.data.splits import SPLITS
 from megatron_allattn.data.tokenizers import Tokenizer, tokenizer_from_json
 
 FORMAT = "megatron_allattn prepared data"
-VERSION = 1
+VERSION = 2
 EDGE_BYTES = 65536
 HASH_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split: a contiguous range of the corpus' tokens. The entropy is in bits per token (None without tokens)."""
+    """One split. The entropy is in bits per token (None without tokens).
+
+    bytes, characters, words (by white space), lines: of the original text, before any tokenizer's rules, so that bits
+    per byte and perplexity per word can be given for any tokenizer · unknown_words: how many tokens are an <unk> that
+    stands for something else of the text: words, or with sentencepiece pieces.
+    """
 
     tokens: int
     documents: int
     unigram_entropy_bits: float | None
+    bytes: int
+    characters: int
+    words: int
+    lines: int
+    unknown_words: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +52,38 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """An input file: size and SHA-256 of the file as it is, its tokens, and whether a byte-order mark was dropped."""
+    """An input file: size and SHA-256 of the file as it is, its tokens, and whether a byte-order mark was dropped.
+
+    crlf_lines: line ends that are \\r\\n.
+    """
 
     name: str
     bytes: int
     sha256: str
     tokens: int
     byte_order_mark: bool
+    crlf_lines: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What P.json says. Counts are of the whole corpus; `bytes` is its text, without byte-order marks."""
+    """What P.json says. Counts are of the whole corpus; `bytes` is its text, without byte-order marks.
+
+    source: where the text comes from, if that is known · split: the weights, or "by files" · notes: sentences about
+    what a reader should know of the text and of what became of it.
+    """
 
     tokenizer: Tokenizer
     dtype: str
     corpus: str
+    source: Mapping[str, Any] | None
     split: str
     tokens: int
     bytes: int
     documents: int
     skipped_documents: int
     unigram_entropy_bits: float
+    notes: tuple[str, ...]
     splits: Mapping[str, SplitRecord]
     files: Mapping[str, FileRecord]
     inputs: tuple[InputRecord, ...]
@@ -78,6 +98,7 @@ class Manifest:
             **head,
             **own,
             "tokenizer": self.tokenizer.to_json(),
+            "notes": list(self.notes),
             "splits": {name: asdict(record) for name, record in self.splits.items()},
             "files": {name: asdict(record) for name, record in self.files.items()},
             "inputs": [asdict(record) for record in self.inputs],
@@ -98,6 +119,7 @@ class Manifest:
             fields["tokenizer"] = tokenizer_from_json(fields["tokenizer"], source)
             fields["splits"] = {name: SplitRecord(**fields["splits"][name]) for name in SPLITS}
             fields["files"] = {name: FileRecord(**fields["files"][name]) for name in data_names()}
+            fields["notes"] = tuple(fields["notes"])
             fields["inputs"] = tuple(InputRecord(**record) for record in fields["inputs"])
             return cls(**fields)
         except (KeyError, TypeError) as error:

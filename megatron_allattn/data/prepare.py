@@ -1,25 +1,24 @@
 """Text → token files: the streaming preparation behind tools/prepare_data.py and the default corpus.
 
-Two passes over the text, each in chunks, so memory does not grow with it. The first checks it, hashes it, counts its
-tokens and finds its characters; only then is anything written. The second writes the tokens. Splits are contiguous
-ranges of tokens in the order of the documents, so a boundary may cut a document: then its parts are a document in each.
-A document is one sequence (more if it is longer than 2^31 − 1 tokens).
+The text is read two or three times, each time in chunks, so memory does not grow with it. The first pass checks, hashes
+and counts it; the second, if the vocabulary is to be made of the text, learns it; only then is anything written: the
+last pass writes the tokens. Which text belongs to which split is settled before (data/parts.py). What is in one file
+and one split is encoded on its own, a document of one sequence (more if it is longer than 2^31 − 1 tokens).
 
 The unigram entropy of tokens with counts n_i and sum n is −Σ n_i/n · log2(n_i/n), in bits per token: what a model pays
 that knows only how often each token occurs.
 """
 
 import hashlib
-import itertools
 import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,36 +26,76 @@ import numpy.typing as npt
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data import corpora, manifest, staging
 from megatron_allattn.data.corpora import Corpus, Document
-from megatron_allattn.data.indexed import IndexedWriter, Tokens, dtype_for_vocabulary
+from megatron_allattn.data.indexed import IndexedWriter, dtype_for_vocabulary
 from megatron_allattn.data.manifest import InputRecord, Manifest, SplitRecord
-from megatron_allattn.data.splits import SPLITS, split_boundaries
-from megatron_allattn.data.tokenizers import NUM_CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer, code_points
+from megatron_allattn.data.notes import notes_on
+from megatron_allattn.data.parts import Part, Source, sources_of_files, sources_of_text
+from megatron_allattn.data.pieces import TextCounter, TextCounts, TooLongError, ended
+from megatron_allattn.data.splits import SPLITS
+from megatron_allattn.data.tokenizers import ByteTokenizer, CharLearner, Learner, Tokenizer
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**16  # larger ones are no faster, and leave the heap in shreds that grow with the text
 DEFAULT_SPLIT = "90,5,5"
+BY_FILES = "by files"
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What to prepare: a corpus, the prefix of the files to write, and how.
+    """What to prepare, the prefix of the files to write, and how.
 
-    tokenizer: "byte" or "char" (the sorted characters of the corpus), or a CharTokenizer to use as it is ·
-    raw_bytes: take any bytes, not only text (byte tokenizer only) · existing: what to do about files that are there
-    already; "reuse" takes complete data as it is, also from a process that is at it now, and replaces incomplete data.
+    corpus: the whole text, which `split` cuts, or the training text if `valid` or `test` is given (then `split` is not
+    used, and a split without a corpus is empty) · tokenizer: one to use as it is, or how to learn one; "byte" and
+    "char" are all bytes and the sorted characters of the text · raw_bytes: take any bytes, not only text (byte
+    tokenizers only) · existing: what to do about files that are there already; "reuse" takes complete data as it is,
+    also from a process that is at it now, and replaces incomplete data · source: where the text comes from, for the
+    manifest · check: is shown the manifest before anything is published; gives further notes for it, or a UsageError.
+
+    The text is UTF-8 in regular files. The paper's data: enwik8 is ByteLearner(newline="eos") and text8
+    CharLearner(newline="eos"), each with the split "90000000,5000000,5000000" (cuts are exact: bytes, characters);
+    wikitext-103 is WordLearner(newline="eos") with three corpora.
     """
 
     corpus: Corpus
     prefix: Path
-    tokenizer: Literal["byte", "char"] | CharTokenizer
+    tokenizer: Literal["byte", "char"] | Tokenizer | Learner
+    valid: Corpus | None = None
+    test: Corpus | None = None
     split: str = DEFAULT_SPLIT
     raw_bytes: bool = False
     existing: Literal["refuse", "overwrite", "reuse"] = "refuse"
+    source: Mapping[str, Any] | None = None
+    check: Callable[[Manifest], tuple[str, ...]] | None = None
     chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def maker(self) -> Tokenizer | Learner:
+        """The tokenizer or learner that `tokenizer` means."""
+        named: dict[object, Tokenizer | Learner] = {"byte": ByteTokenizer(), "char": CharLearner()}
+        return named[self.tokenizer] if isinstance(self.tokenizer, str) else self.tokenizer
+
+    @property
+    def by_weights(self) -> bool:
+        """Whether one corpus is cut."""
+        return self.valid is None and self.test is None
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        """The corpora there are, in the order of the splits."""
+        return tuple(corpus for corpus in (self.corpus, self.valid, self.test) if corpus)
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """All documents, in the order of the splits."""
+        return tuple(document for corpus in self.corpora for document in corpus.documents)
 
     def total_work(self) -> int:
         """Bytes that `prepare` will have reported to its `progress` at the end."""
-        return 2 * sum(document.path.stat().st_size for document in self.corpus.documents)
+        return (3 if isinstance(self.maker, Learner) else 2) * self.num_bytes()
+
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(document.num_bytes for document in self.documents)
 
 
 def prepare(job: Preparation, progress: Progress = lambda num_bytes: None) -> Manifest:
@@ -64,30 +103,39 @@ def prepare(job: Preparation, progress: Progress = lambda num_bytes: None) -> Ma
 
     `progress` is called with the bytes done since the last call. UsageError: text, split, vocabulary or output refused.
     """
+    assert job.maker.name == "byte" or not job.raw_bytes, f"raw bytes for {job.maker.name}"
     _check_output(job)
     with staging.staging_folder(job.prefix, wait=job.existing == "reuse") as folder:
         if job.existing == "reuse" and (present := manifest.read_manifest(job.prefix)):
             return present
-        present_bytes = _Survey.presence() if job.tokenizer == "char" else None
-        surveys = [_Survey.of(document, job, present_bytes, progress) for document in job.corpus.documents]
-        tokenizer = _tokenizer(job, present_bytes)
-        boundaries = split_boundaries(job.split, sum(survey.record.tokens for survey in surveys))
-        _check_space(job.prefix, boundaries[-1] * dtype_for_vocabulary(tokenizer.vocab_size).itemsize)
-        splits, counts = _write_splits(folder / job.prefix.name, job, tokenizer, boundaries, surveys, progress)
+        sources = _sources(job)
+        counters = tuple(TextCounter() for _ in SPLITS)
+        surveys = [_Survey.of(source, job, counters, progress) for source in sources]
+        texts = [counter.counts() for counter in counters]
+        tokenizer = _tokenizer(job, sources, texts, progress)
+        dtype = dtype_for_vocabulary(tokenizer.vocab_size)
+        _check_space(job.prefix, _tokens_at_least(texts, tokenizer) * dtype.itemsize)
+        written = _write_splits(folder / job.prefix.name, job, tokenizer, sources, surveys, progress)
+        splits = {name: written.record(number, texts[number]) for number, name in enumerate(SPLITS)}
+        inputs = tuple(survey.record(tokens) for survey, tokens in zip(surveys, written.tokens_of_input, strict=True))
         result = Manifest(
             tokenizer=tokenizer,
-            dtype=dtype_for_vocabulary(tokenizer.vocab_size).name,
+            dtype=dtype.name,
             corpus=job.corpus.description,
-            split=job.split,
-            tokens=boundaries[-1],
-            bytes=sum(survey.text_bytes for survey in surveys),
-            documents=len(surveys),
-            skipped_documents=job.corpus.num_skipped,
-            unigram_entropy_bits=unigram_entropy(counts),
+            source=job.source,
+            split=job.split if job.by_weights else BY_FILES,
+            tokens=int(written.counts.sum()),
+            bytes=sum(text.bytes for text in texts),
+            documents=len(sources),
+            skipped_documents=sum(corpus.num_skipped for corpus in job.corpora),
+            unigram_entropy_bits=unigram_entropy(written.counts.sum(axis=0)),
+            notes=notes_on(tokenizer, splits, inputs, written.unknown_in_training(tokenizer)),
             splits=splits,
             files={n: manifest.describe_file(p) for n, p in manifest.data_paths(folder / job.prefix.name).items()},
-            inputs=tuple(survey.record for survey in surveys),
+            inputs=inputs,
         )
+        if job.check:
+            result = replace(result, notes=result.notes + job.check(result))
         result.write(manifest.manifest_path(folder / job.prefix.name))
         staging.publish(folder, job.prefix)
     return result
@@ -124,47 +172,57 @@ def cache_folder() -> Path:
         raise usage_error("HOME", "", "no home folder is known", "set HOME or XDG_CACHE_HOME") from None
 
 
+def _sources(job: Preparation) -> list[Source]:
+    """Which text belongs to which split."""
+    if not job.by_weights:
+        groups = [corpus.documents if corpus else () for corpus in (job.corpus, job.valid, job.test)]
+        return sources_of_files(groups, raw_bytes=job.raw_bytes)
+    unit = job.maker.name if job.maker.name in ("byte", "char") else "line"
+    return sources_of_text(job.corpus.documents, job.split, unit, raw_bytes=job.raw_bytes)
+
+
 @dataclass(frozen=True)
 class _Survey:
-    """What the first pass found of a document."""
+    """What the first pass found of a file."""
 
-    record: InputRecord
-    text_bytes: int
-
-    @staticmethod
-    def presence() -> npt.NDArray[np.bool_]:
-        """No character seen yet [NUM_CODE_POINTS]."""
-        return np.zeros(NUM_CODE_POINTS, np.bool_)
+    document: Document
+    bytes: int
+    sha256: str
+    byte_order_mark: bool
+    crlf_lines: int
 
     @classmethod
-    def of(
-        cls, document: Document, job: Preparation, present: npt.NDArray[np.bool_] | None, progress: Progress
-    ) -> "_Survey":
-        """Read a document through; marks its characters in `present`, if given."""
-        digest, text_bytes, tokens = hashlib.sha256(), 0, 0
-        for chunk in _pieces(document, job, digest.update):
-            if job.tokenizer == "byte":
-                tokens += len(chunk)
-            else:
-                codes = code_points(chunk)
-                tokens += len(codes)
-                if present is not None:
-                    present[codes] = True
-            text_bytes += len(chunk)
+    def of(cls, source: Source, job: Preparation, counters: Sequence[TextCounter], progress: Progress) -> "_Survey":
+        """Read a file through, check that it is text, and count each part's in its split's counter."""
+        digest, crlf, last, offset = hashlib.sha256(), 0, b"", source.parts[0].start
+
+        def also(chunk: bytes) -> None:
+            digest.update(chunk)
             progress(len(chunk))
-        size = document.path.stat().st_size
-        if not tokens:
-            raise usage_error("--input", document.name, "holds no text", "leave it out")
-        record = InputRecord(
-            name=document.name, bytes=size, sha256=digest.hexdigest(), tokens=tokens, byte_order_mark=text_bytes < size
+
+        chunks = _tee(corpora.read_bytes(source.document, job.chunk_bytes), also)
+        for piece in chunks if job.raw_bytes else corpora.whole_characters(source.document, chunks):
+            crlf += piece.count(b"\r\n") + (last == b"\r" and piece.startswith(b"\n"))
+            last = piece[-1:]
+            for part in source.parts:
+                if inside := piece[max(part.start - offset, 0) : max(part.end - offset, 0)]:
+                    counters[part.split].add(inside)
+            offset += len(piece)
+        for part in source.parts:
+            counters[part.split].end_file()
+        size = source.document.num_bytes
+        return cls(source.document, size, digest.hexdigest(), source.parts[0].start > 0, crlf)
+
+    def record(self, num_tokens: int) -> InputRecord:
+        """The manifest's record of the file."""
+        return InputRecord(
+            name=self.document.name,
+            bytes=self.bytes,
+            sha256=self.sha256,
+            tokens=num_tokens,
+            byte_order_mark=self.byte_order_mark,
+            crlf_lines=self.crlf_lines,
         )
-        return cls(record, text_bytes)
-
-
-def _pieces(document: Document, job: Preparation, digest: Callable[[bytes], None]) -> Iterator[bytes]:
-    """The document in pieces as its tokenizer wants it; `digest` gets the file's own bytes."""
-    chunks = corpora.read_bytes(document, job.chunk_bytes)
-    return _tee(chunks, digest) if job.raw_bytes else corpora.whole_characters(document, _tee(chunks, digest))
 
 
 def _tee(chunks: Iterator[bytes], also: Callable[[bytes], None]) -> Iterator[bytes]:
@@ -173,66 +231,121 @@ def _tee(chunks: Iterator[bytes], also: Callable[[bytes], None]) -> Iterator[byt
         yield chunk
 
 
-def _tokenizer(job: Preparation, present: npt.NDArray[np.bool_] | None) -> Tokenizer:
-    if present is not None:
-        return CharTokenizer.from_presence(present)
-    return job.tokenizer if isinstance(job.tokenizer, CharTokenizer) else ByteTokenizer()
+def _pieces(
+    document: Document, part: Part, job: Preparation, maker: Tokenizer | Learner, also: Callable[[bytes], None]
+) -> Iterator[bytes]:
+    """A part's text as its tokenizer wants it; `also` gets the file's own bytes."""
+    chunks = _tee(corpora.read_bytes(document, job.chunk_bytes, part.start, part.end), also)
+    pieces = maker.cutter.pieces(chunks)
+    try:
+        yield from ended(pieces) if maker.newline == "eos" else pieces
+    except TooLongError as error:
+        offset = part.start + error.offset
+        place = f"line {corpora.line_number(document, offset)}, byte offset {offset}"
+        rule = f"{place} starts a {maker.cutter.uncuttable} of more than 1 MiB"
+        raise usage_error(document.flag, document.name, rule, "use the byte or char tokenizer") from None
+
+
+def _tokenizer(
+    job: Preparation, sources: Sequence[Source], texts: Sequence[TextCounts], progress: Progress
+) -> Tokenizer:
+    """The tokenizer that was given, or the one that is learned now."""
+    maker = job.maker
+    if not isinstance(maker, Learner):
+        return maker
+    done = 0
+
+    def also(chunk: bytes) -> None:
+        nonlocal done
+        done += len(chunk)
+        progress(len(chunk))
+
+    def text(splits: Sequence[int]) -> Iterator[bytes]:
+        for source in sources:
+            for part in source.parts:
+                if part.split in splits:
+                    yield from _pieces(source.document, part, job, maker, also)
+
+    tokenizer = maker.learn(text([0]), text([1, 2]), texts[0].lines)
+    progress(job.num_bytes() - done)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What the last pass wrote: counts [3, vocabulary] of tokens; per split documents and <unk>s; tokens per input."""
+
+    counts: npt.NDArray[np.int64]
+    documents: list[int]
+    unknown: list[int]
+    tokens_of_input: list[int]
+
+    def record(self, split: int, text: TextCounts) -> SplitRecord:
+        """The manifest's record of a split; refuses one whose text has no token."""
+        counts = self.counts[split]
+        if text.bytes and not counts.any():
+            rule = "its text has no tokens: it is nothing but white space or line ends that are dropped"
+            raise usage_error("split", SPLITS[split], rule, "give it other text")
+        return SplitRecord(
+            tokens=int(counts.sum()),
+            documents=self.documents[split],
+            unigram_entropy_bits=unigram_entropy(counts) if counts.any() else None,
+            unknown_words=self.unknown[split],
+            **asdict(text),
+        )
+
+    def unknown_in_training(self, tokenizer: Tokenizer) -> int:
+        """How often <unk>, if there is one, is a token of the training split."""
+        number = getattr(tokenizer, "unknown_id", None)
+        return 0 if number is None else int(self.counts[0, number])
 
 
 def _write_splits(
     prefix: Path,
     job: Preparation,
     tokenizer: Tokenizer,
-    boundaries: list[int],
-    surveys: list[_Survey],
+    sources: Sequence[Source],
+    surveys: Sequence[_Survey],
     progress: Progress,
-) -> tuple[dict[str, SplitRecord], npt.NDArray[np.int64]]:
-    """The second pass: tokens into their splits' files. Returns the splits' records and all counts [vocabulary]."""
-    dtype, counts = dtype_for_vocabulary(tokenizer.vocab_size), np.zeros((3, tokenizer.vocab_size), np.int64)
-    documents, position = [0, 0, 0], 0
+) -> _Written:
+    """The last pass: tokens into their splits' files."""
+    size = tokenizer.vocab_size
+    written = _Written(np.zeros((3, size), np.int64), [0, 0, 0], [0, 0, 0], [0] * len(sources))
     with ExitStack() as stack:
+        dtype = dtype_for_vocabulary(size)
         writers = [stack.enter_context(IndexedWriter(manifest.split_prefix(prefix, name), dtype)) for name in SPLITS]
-        for document, survey in zip(job.corpus.documents, surveys, strict=True):
-            touched: dict[int, None] = {}
-            for tokens in _encoded(document, survey, job, tokenizer, progress):
-                for split, part in _cut(tokens, position, boundaries):
-                    writers[split].append(part)
-                    counts[split] += np.bincount(part, minlength=tokenizer.vocab_size)
-                    touched[split] = None
-                position += len(tokens)
-            for split in touched:
-                writers[split].end_document()
-                documents[split] += 1
-    records = {
-        name: SplitRecord(
-            tokens=boundaries[split + 1] - boundaries[split],
-            documents=documents[split],
-            unigram_entropy_bits=unigram_entropy(counts[split]) if counts[split].any() else None,
-        )
-        for split, name in enumerate(SPLITS)
-    }
-    return records, counts.sum(axis=0)
+        for number, (source, survey) in enumerate(zip(sources, surveys, strict=True)):
+            digest = hashlib.sha256()
+
+            def also(chunk: bytes, digest: "hashlib._Hash" = digest) -> None:
+                digest.update(chunk)
+                progress(len(chunk))
+
+            for chunk in corpora.read_bytes(source.document, job.chunk_bytes, 0, source.parts[0].start):
+                also(chunk)
+            for part in source.parts:
+                before = written.tokens_of_input[number]
+                offset = part.start
+                for piece in _pieces(source.document, part, job, tokenizer, also):
+                    tokens, unknown = tokenizer.encode_counting(piece, source=source.document.name, offset=offset)
+                    writers[part.split].append(tokens)
+                    np.add.at(written.counts[part.split], tokens, 1)
+                    written.unknown[part.split] += unknown
+                    written.tokens_of_input[number] += len(tokens)
+                    offset += len(piece)
+                if written.tokens_of_input[number] > before:
+                    writers[part.split].end_document()
+                    written.documents[part.split] += 1
+            if digest.hexdigest() != survey.sha256:
+                rule, fix = "changed while it was read", "prepare it when nothing writes to it"
+                raise usage_error(source.document.flag, source.document.name, rule, fix)
+    return written
 
 
-def _encoded(
-    document: Document, survey: _Survey, job: Preparation, tokenizer: Tokenizer, progress: Progress
-) -> Iterator[Tokens]:
-    """The document's tokens in pieces; refuses a file that is no longer the one surveyed."""
-    digest, offset = hashlib.sha256(), survey.record.bytes - survey.text_bytes
-    for chunk in _pieces(document, job, digest.update):
-        yield tokenizer.encode(chunk, source=document.name, offset=offset)
-        offset += len(chunk)
-        progress(len(chunk))
-    if digest.hexdigest() != survey.record.sha256:
-        raise usage_error("--input", document.name, "changed while it was read", "prepare it when nothing writes to it")
-
-
-def _cut(tokens: Tokens, position: int, boundaries: list[int]) -> Iterator[tuple[int, Tokens]]:
-    """Parts of `tokens`, which start at `position` of the corpus, with the splits they belong to."""
-    for split, (start, end) in enumerate(itertools.pairwise(boundaries)):
-        part = tokens[max(start - position, 0) : max(end - position, 0)]
-        if len(part):
-            yield split, part
+def _tokens_at_least(texts: Sequence[TextCounts], tokenizer: Tokenizer) -> int:
+    """About how many tokens there will be; of subwords there may be several a word."""
+    field = {"byte": "bytes", "char": "characters"}.get(tokenizer.unit, "words")
+    return sum(getattr(text, field) for text in texts)
 
 
 def _check_output(job: Preparation) -> None:
@@ -244,7 +357,7 @@ def _check_output(job: Preparation) -> None:
     existing = [path for path in outputs if path.exists()]
     if existing and job.existing == "refuse":
         raise usage_error("--output-prefix", prefix, f"{existing[0]} exists already", "choose another, or --overwrite")
-    inputs = {document.path.resolve() for document in job.corpus.documents}
+    inputs = {document.path.resolve() for document in job.documents}
     for path in existing:
         if path.resolve() in inputs:
             raise usage_error("--output-prefix", prefix, f"would overwrite the input {path}", "choose another prefix")

@@ -148,10 +148,12 @@ class Flags:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "does not say how it was tokenized; add --tokenizer-type byte, char or null"),
+        ({}, "does not say how it was tokenized; add --tokenizer-type byte, char, word, sentencepiece or null"),
         ({"tokenizer_type": "null"}, "add --vocab-size"),
         ({"tokenizer_type": "char"}, "add --tokenizer-model"),
-        ({"tokenizer_type": "word"}, "--tokenizer-type word: is unknown"),
+        ({"tokenizer_type": "word"}, "add --tokenizer-model with the vocabulary's JSON"),
+        ({"tokenizer_type": "sentencepiece"}, "add --tokenizer-model with the FILE.model"),
+        ({"tokenizer_type": "bpe"}, "--tokenizer-type bpe: is unknown; choose byte, char, word, sentencepiece or null"),
         ({"tokenizer_type": "byte", "vocab_size": 300}, "--vocab-size 300: the byte tokenizer has 256 ids"),
         ({"tokenizer_type": "byte", "tokenizer_model": Path("v.json")}, "--tokenizer-model v.json: has no effect"),
         ({"tokenizer_type": "byte", "split": "98,1,1"}, "--split 98,1,1: leaves none of 10 tokens to valid"),
@@ -194,10 +196,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another byte": ("P_train.bin", flip, "P_train.bin: is not the file its manifest describes"),
     "another index": ("P_test.idx", flip, "P_test.idx: is not the file its manifest describes"),
     "missing file": ("P_test.bin", Path.unlink, "P_test.bin: is missing"),
-    "version 2": (
+    "version 1": (
         "P.json",
-        lambda path: swap(path, '"version": 1', '"version": 2'),
-        "P.json: has version 2, expected 1",
+        lambda path: swap(path, '"version": 2', '"version": 1'),
+        "P.json: has version 1, expected 2; prepare the data again",
     ),
     "a key less": (
         "P.json",

@@ -18,6 +18,7 @@ from megatron_allattn.config.errors import UsageError
 from megatron_allattn.data import prepare as prepare_module
 from megatron_allattn.data.corpora import files_corpus
 from megatron_allattn.data.indexed import IndexedReader
+from megatron_allattn.data.manifest import Manifest
 from megatron_allattn.data.prepare import Preparation, prepare, unigram_entropy
 from megatron_allattn.data.splits import split_boundaries
 from megatron_allattn.data.tokenizers import CharTokenizer
@@ -63,12 +64,23 @@ def test_manifest_says_what_was_made(tmp_path: Path) -> None:
     made = prepare(job(tmp_path, *texts, tokenizer="char", split="1,1,0"))
     content = json.loads((tmp_path / "out" / "P.json").read_text())
     assert content == made.to_json()
-    assert (content["format"], content["version"]) == ("megatron_allattn prepared data", 1)
+    assert (content["format"], content["version"]) == ("megatron_allattn prepared data", 2)
     assert content["tokenizer"] == {"type": "char", "characters": ["\n", "\r", "a", "b", "c", "h", "é"]}
     assert (content["vocabulary_size"], content["dtype"], content["split"]) == (7, "uint8", "1,1,0")
     assert (content["tokens"], content["bytes"], content["documents"]) == (9, 11, 2)
-    assert content["splits"]["train"] == {"tokens": 4, "documents": 1, "unigram_entropy_bits": 1.5}
-    assert content["splits"]["test"] == {"tokens": 0, "documents": 0, "unigram_entropy_bits": None}
+    assert content["splits"]["train"] == {
+        "tokens": 4,
+        "documents": 1,
+        "unigram_entropy_bits": 1.5,
+        "bytes": 6,
+        "characters": 4,
+        "words": 1,
+        "lines": 1,
+        "unknown_words": 0,
+    }
+    empty = dict.fromkeys(content["splits"]["train"], 0)
+    assert content["splits"]["test"] == {**empty, "unigram_entropy_bits": None}
+    assert content["notes"] == ["1 line end is \\r\\n: the \\r stays in its line"]
     for number, text in enumerate(texts):
         assert content["inputs"][number] == {
             "name": str(tmp_path / f"{number}.txt"),
@@ -76,6 +88,7 @@ def test_manifest_says_what_was_made(tmp_path: Path) -> None:
             "sha256": hashlib.sha256(text).hexdigest(),
             "tokens": [4, 5][number],
             "byte_order_mark": number == 1,
+            "crlf_lines": number,
         }
     for name, record in content["files"].items():
         written = (tmp_path / "out" / f"P_{name}").read_bytes()
@@ -225,6 +238,25 @@ def test_foreign_file_and_input_are_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "P_train.bin").read_bytes() == b"mine"
 
 
+def test_check_sees_the_manifest_before_anything_is_there(tmp_path: Path) -> None:
+    seen: list[Manifest] = []
+
+    def check(made: Manifest) -> tuple[str, ...]:
+        seen.append(made)
+        assert outputs(tmp_path) == [".P.preparing"]
+        if len(seen) == 1:
+            raise UsageError("not what was expected")
+        return ("as expected",)
+
+    work = job(tmp_path, b"text", split="1,0,0", source={"from": "here"}, check=check)
+    with pytest.raises(UsageError, match="not what was expected"):
+        prepare(work)
+    assert not (tmp_path / "out").exists()
+    assert prepare(work).notes == ("as expected",)
+    content = json.loads((tmp_path / "out" / "P.json").read_text())
+    assert (content["notes"], content["source"], seen[1].tokens) == (["as expected"], {"from": "here"}, 4)
+
+
 def test_output_in_bad_places(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is a folder; add a name"):
         prepare(job(tmp_path, b"text", prefix=tmp_path))
@@ -317,7 +349,7 @@ def test_second_preparation_at_the_same_time_is_refused(tmp_path: Path) -> None:
         refusals.append(str(refusal.value))
 
     prepare(other, meanwhile)
-    assert len(refusals) == 2
+    assert len(refusals) == 4  # a piece when the text is checked, then one of each split
     assert outputs(tmp_path) == OUTPUTS
 
 
@@ -335,5 +367,5 @@ def test_memory_is_bounded_and_progress_complete(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert made.tokens == (size // len(line)) * len(line.decode())
-    assert sum(done) == large.total_work() == 2 * (tmp_path / "large.txt").stat().st_size
+    assert sum(done) == large.total_work() == 3 * (tmp_path / "large.txt").stat().st_size
     assert peak < 16_000_000

@@ -1,8 +1,10 @@
 """tools/prepare_data.py as users start it: what it prints, its exit codes, one-line errors, nothing left behind."""
 
 import argparse
+import base64
 import functools
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -87,11 +89,62 @@ def test_raw_bytes_and_marks(tmp_path: Path) -> None:
     done = tool(tmp_path, "byte", "--input", "a.txt", "--output-prefix", "P", "--split", "1,0,0")
     assert "dropped the byte-order mark at the start of 1 file" in done.stdout
     assert (tmp_path / "P_train.bin").read_bytes() == b"ab\r\n"
-    message = refused(tmp_path, "byte", "--input", "b.bin", "--output-prefix", "Q")
+    message = refused(tmp_path, "byte", "--input", "b.bin", "--output-prefix", "Q", "--split", "1,0,0")
     assert "b.bin: line 1, byte offset 0 (byte 0xff) is not valid UTF-8" in message
     flags = ["--output-prefix", "Q", "--split", "1,0,0", "--raw-bytes"]
     assert tool(tmp_path, "byte", "--input", "b.bin", *flags).returncode == 0
     assert (tmp_path / "Q_train.bin").read_bytes() == b"\xff\0ab"
+
+
+def test_words_and_pieces_of_files(
+    tmp_path: Path,
+    main: Callable[[list[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("a", "x y x <unk>\r\ny x\n" * 9), ("b", "x new\n"), ("c", "y\n")):
+        (tmp_path / name).write_bytes(text.encode())
+    files = ["--input", "a", "--valid-input", "b", "--test-input", "c"]
+    assert main(["word", *files, "--output-prefix", "W"]) == 0
+    report = capsys.readouterr().out.splitlines()
+    assert report[0] == "W: 77 tokens (word, vocabulary of 4) of 3 documents, text files"
+    assert report[1].startswith(
+        "  train             72 tokens (text: bytes 153, characters 153, words 54, lines 18), unigram "
+    )
+    assert "  note: 9 line ends are \\r\\n: each is one line end" in report
+    assert "  note: valid: 1 of 2 words are not in the vocabulary and became <unk>" in report
+    flags = ["--vocab-size", "261", "--sentencepiece-sentences", "9", "--output-prefix", "S"]
+    assert main(["sentencepiece", *files, *flags, "--sentencepiece-model-type", "bpe", "--newline", "drop"]) == 0
+    assert json.loads((tmp_path / "S.json").read_text())["tokenizer"]["newline"] == "drop"
+    # the vocabularies of one for the other
+    assert (
+        main(["word", "--input", "c", "--split", "1,0,0", "--output-prefix", "V", "--tokenizer-model", "W.json"]) == 0
+    )
+    assert (tmp_path / "V_train.bin").read_bytes() == bytes([1, 2])
+    capsys.readouterr()
+    again = ["--input", "c", "--split", "1,0,0", "--output-prefix", "X", "--tokenizer-model"]
+    assert main(["word", *again, "W.json", "--newline", "drop"]) == 2
+    assert "--newline drop: contradicts W.json, which says eos" in capsys.readouterr().err
+    assert main(["word", *again, "S.json"]) == 2
+    assert "S.json: describes a sentencepiece tokenizer, expected word" in capsys.readouterr().err
+    (tmp_path / "S.model").write_bytes(
+        base64.b64decode(json.loads((tmp_path / "S.json").read_text())["tokenizer"]["model"])
+    )
+    assert main(["sentencepiece", *again, "S.model", "--newline", "symbol"]) == 0
+    assert json.loads((tmp_path / "X.json").read_text())["tokenizer"]["newline"] == "symbol"
+
+
+def test_a_compact_vocabulary_serves_other_text(
+    tmp_path: Path, main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_bytes(b"b\xff\na")
+    (tmp_path / "b").write_bytes(b"\xffa\n")
+    text = ["--split", "1,0,0", "--raw-bytes", "--output-prefix"]
+    assert main(["byte", "--input", "a", *text, "A", "--compact-vocabulary", "--newline", "eos"]) == 0
+    assert main(["byte", "--input", "b", *text, "B", "--tokenizer-model", "A.json"]) == 0
+    assert (tmp_path / "B_train.bin").read_bytes() == bytes([3, 1, 0])  # of \n, a, b, \xff
 
 
 @pytest.mark.parametrize(
@@ -111,7 +164,38 @@ def test_raw_bytes_and_marks(tmp_path: Path) -> None:
         ("byte --inptu a.txt --output-prefix P", "did you mean --input?"),
         ("byte --in a.txt --output-prefix P", "--in: is unknown"),
         ("byte --input a.txt --input a.txt --output-prefix P", "--input: is given twice"),
-        ("byte --input a.txt --output-prefix P --tokenizer-model v.json", "has no effect with byte, only with char"),
+        ("byte --input a.txt --output-prefix P --tokenizer-model v.json", "v.json: cannot be read"),
+        (
+            "byte --input a.txt --output-prefix P --tokenizer-model v.json --compact-vocabulary",
+            "--compact-vocabulary: has no effect with --tokenizer-model",
+        ),
+        ("byte --input a.txt --output-prefix P --min-frequency 2", "has no effect with byte, only with word"),
+        ("char --input a.txt --output-prefix P --compact-vocabulary", "has no effect with char, only with byte"),
+        ("word --input a.txt --output-prefix P --vocab-size 9", "has no effect with word, only with sentencepiece"),
+        ("word --input a.txt --output-prefix P --min-frequency -2", "--min-frequency -2: must be at least 1"),
+        ("word --input a.txt --output-prefix P --newline no", "--newline"),
+        ("word --input a.txt --output-prefix P --split 1,1,1", "leaves no line to"),
+        ("word --input a.txt --output-prefix P --valid-input", "--valid-input"),
+        ("word --input a.txt --output-prefix P --valid-input empty", "--valid-input empty: is empty"),
+        ("char --input a.txt --output-prefix P --test-input pipe", "--test-input pipe: is not a regular file"),
+        ("char --input a.txt --output-prefix P --test-input a.txt --split 1,1,1", "has no effect with --test-input"),
+        ("stdlib --valid-input a.txt --output-prefix P", "has no effect with stdlib"),
+        ("stdlib --newline eos --output-prefix P", "has no effect with stdlib"),
+        ("sentencepiece --input a.txt --output-prefix P", "--vocab-size: is missing"),
+        (
+            "sentencepiece --input a.txt --output-prefix P --vocab-size 9 --tokenizer-model m",
+            "--vocab-size: has no effect with --tokenizer-model",
+        ),
+        (
+            "sentencepiece --input a.txt --output-prefix P --vocab-size 300 --pad-id 0 --eos-id 1",
+            "--pad-id 0: is the id of --unk-id too; move one",
+        ),
+        (
+            "sentencepiece --input a.txt --output-prefix P --vocab-size 32000 --split 1,0,0",
+            "--vocab-size 32000: the training text allows at most",
+        ),
+        ("sentencepiece --input a.txt --output-prefix P --tokenizer-model none.model", "none.model: cannot be read"),
+        ("sentencepiece --input a.txt --output-prefix P --tokenizer-model a.txt", "a.txt: is not JSON"),
         ("char --input a.txt --output-prefix P --raw-bytes", "has no effect with char, only with byte"),
         ("char --input a.txt --output-prefix P --tokenizer-model v.json", "v.json: cannot be read"),
         ("stdlib --input a.txt --output-prefix P", "has no effect with stdlib"),
@@ -130,12 +214,13 @@ def test_wrong_usage(
 ) -> None:
     (tmp_path / "a.txt").write_text("text\n")
     (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     assert main(arguments.split()) == 2
     output, error = capsys.readouterr()
     assert (output, error[:7], error.count("\n")) == ("", "error: ", 1)
     assert words in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty", "pipe"]
 
 
 def test_help(tmp_path: Path) -> None:
