@@ -1,8 +1,19 @@
-"""How large a model is: parameters and the memory they take on a rank."""
+"""How large a model is: its parameters, and the memory that a rank needs to train it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from megatron_allattn.config import RunConfig
+from megatron_allattn.config.rules import batch_shape
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model import activations
 from megatron_allattn.model.network import Network
+from megatron_allattn.model.span import cache_length
+from megatron_allattn.parallel.groups import Group
+
+FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,19 @@ def count_parameters(network: Network) -> ParameterCount:
     )
 
 
+def count_by_part(network: Network) -> dict[str, ParameterCount]:
+    """The same for each part: `embedding`, `position`, `layers` and `output`, an adaptive vocabulary by its clusters
+    (`embedding.cluster0`, …, `output.cluster_logits`). A tied weight counts with the embedding.
+    """
+    parts: dict[str, list[tuple[int, int, int]]] = {}
+    for logical, parameter in network.logical_parameters():
+        names = logical.name.split(".")
+        part = ".".join(names[:2]) if names[1].startswith("cluster") else names[0]
+        persistent = logical.numel if ".persistent." in logical.name else 0
+        parts.setdefault(part, []).append((logical.numel, persistent, parameter.numel()))
+    return {part: ParameterCount(*map(sum, zip(*counts, strict=True))) for part, counts in parts.items()}
+
+
 def state_bytes(local_parameters: int, *, zero_stage: int, data_size: int, half: bool, moments: int) -> int:
     """Bytes of weights, gradients and optimizer state on a rank (ZeRO, Rajbhandari et al. 2020, section 5).
 
@@ -40,3 +64,98 @@ def state_bytes(local_parameters: int, *, zero_stage: int, data_size: int, half:
 def cache_bytes(lengths: list[int], streams: int, hidden_size: int, element_bytes: int) -> int:
     """Bytes of the hidden-state caches of a rank's `streams` at these cache lengths (one per layer)."""
     return sum(lengths) * streams * hidden_size * element_bytes
+
+
+def peak_step_bytes(
+    run: RunConfig,
+    vocab_size: int,
+    world_size: int,
+    windows: Sequence[int],
+    cluster_tokens: Sequence[int] = (),
+) -> int:
+    """The most bytes of tensors that a rank holds at any moment of a training step: the highest of `step_phases`."""
+    return max(step_phases(run, vocab_size, world_size, windows, cluster_tokens).values())
+
+
+def step_phases(
+    run: RunConfig,
+    vocab_size: int,
+    world_size: int,
+    windows: Sequence[int],
+    cluster_tokens: Sequence[int] = (),
+) -> dict[str, int]:
+    """The most bytes of tensors on a rank in each phase of a training step of `PlainEngine` in float32, eager backend.
+
+    Included: weights, gradients and optimizer state; the update's temporaries and, with several replicas, the flat
+    copies of the average; today's and the next hidden-state caches of every micro-batch slot, as long as they get; what
+    autograd keeps of every part of the network and the most that the part works with (`activations`). Not included:
+    indices and other small tensors, buffers of the communication library, Python and PyTorch themselves.
+
+    Args:
+        windows: W of every layer.
+        cluster_tokens: with an adaptive softmax, how many of a micro-batch's targets are in each cluster.
+    """
+    batch = batch_shape(run, world_size)
+    ranks = run.parallel.tensor_model_parallel_size
+    model, shape = run.model, activations.Shape(batch.micro_batch_size, run.training.seq_length, ranks)
+    with torch.device("meta"):
+        network = Network(model, vocab_size, Group(tuple(range(ranks)), 0, None), FusedOps("torch"))
+    total = _numel(network)
+    parts = _parts(network, shape, windows, cluster_tokens)
+    lengths = [cache_length(window, model.max_attention_span) for window in windows]
+    streams = batch.micro_batch_size * batch.accumulation_steps
+    moments = 2 if run.optimizer.optimizer == "adam" else 1
+    always = total * (1 + moments) + 2 * cache_bytes(lengths, streams, model.hidden_size, 1)
+
+    phases = {}
+    accumulates = batch.accumulation_steps > 1  # then all gradients are there before the last micro-batch
+    live = always + (total if accumulates else 0)
+    for part in parts:
+        phases[f"{part.name} forward"] = live + part.forward
+        live += part.kept
+    for part in reversed(parts):
+        live -= part.kept
+        phases[f"{part.name} backward"] = live + part.backward
+        live += part.unfinished if accumulates else part.gradients
+    if batch.data_parallel_size > 1:
+        phases["average"] = always + 3 * total
+    phases["update"] = always + total + _update_elements(network, run)
+    return {phase: elements * FLOAT for phase, elements in phases.items()}
+
+
+def _parts(
+    network: Network, shape: activations.Shape, windows: Sequence[int], cluster_tokens: Sequence[int]
+) -> list[activations.Part]:
+    """The network's parts in the order of a forward pass."""
+    model, vocab_size = network.config, network.vocab_size
+    tables = activations.vocabulary_tables(model, vocab_size, shape.ranks)
+    if model.cutoffs and (len(cluster_tokens) != len(tables) or sum(cluster_tokens) != shape.tokens):
+        raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {len(tables)} clusters share {shape.tokens} targets")
+    tokens = [shape.tokens, *cluster_tokens[1:]]  # every target takes part in the first softmax
+    logits = [(count, *table) for count, table in zip(tokens, tables, strict=True)]
+    position, of_output = _numel(network.position), _numel(network.output)
+    tied = of_output + _numel(network.embedding) - _numel(torch.nn.ModuleList([network.embedding, network.output]))
+    sizes = [rows * width for rows, width in tables]
+    parts = [
+        activations.embedding(model, shape, sizes, _numel(network.embedding) - tied),
+        activations.Part("positions", position, position, 3 * position, position),
+    ]
+    for layer, window in enumerate(windows):
+        parts += activations.layer_parts(model, shape, window, layer, _numel(network.layers[layer]))
+    return [*parts, activations.output(model, shape, logits, of_output, tied)]
+
+
+def _numel(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _update_elements(network: Network, run: RunConfig) -> int:
+    """Temporaries of an update: Adam's denominators; Adagrad's denominators and steps, and the clipped steps where it
+    goes tensor by tensor; with weight decay Adagrad also copies the gradients."""
+    total = _numel(network)
+    if run.optimizer.optimizer == "adam":
+        return total
+    decayed = total if run.optimizer.weight_decay else 0
+    if run.optimizer.clip_grad:
+        return decayed + 3 * max(parameter.numel() for parameter in network.parameters())
+    return decayed + 2 * total

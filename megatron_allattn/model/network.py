@@ -1,7 +1,7 @@
 """The language model: embedding, a list of layers that share one position table, output.
 
-`Network.forward` maps a block of tokens [B, M] and the caches before it to the negative log-likelihood of each target
-(or to this rank's logits). All communication inside is over the tensor group.
+`Network.forward` maps a block of tokens [B, M] and the caches before it to the negative log-likelihood of each target,
+or to the log-probabilities of the whole vocabulary. All communication inside is over the tensor group.
 """
 
 import math
@@ -14,14 +14,11 @@ from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import build_block
+from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput, Clusters
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_of
 from megatron_allattn.parallel.random import Site
-from megatron_allattn.parallel.vocabulary import (
-    VocabularyParallelEmbedding,
-    VocabularyParallelOutput,
-    vocabulary_parallel_cross_entropy,
-)
+from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
 
 
 class Network(nn.Module):
@@ -31,16 +28,19 @@ class Network(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
         size = config.hidden_size
-        self.embedding = VocabularyParallelEmbedding("embedding", vocab_size, size, group, Init("normal", 1.0))
+        self.embedding, output = build_vocabulary(config, vocab_size, group)
         self.position = PositionEmbedding(
             "position", size // config.num_attention_heads, config.max_attention_span, group
         )
         self.layers = nn.ModuleList(build_block(config, layer, group, fused) for layer in range(config.num_layers))
-        output_init = Init("uniform", 1.0 / math.sqrt(size))
-        self.output = VocabularyParallelOutput("output", size, vocab_size, group, output_init)
+        self.output = output
 
     def forward(self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None) -> Tensor:
-        """Global ids [B, M] → nats per target [B, M], or this rank's logits [B, M, V_l] without targets."""
+        """Global ids [B, M] → nats per target [B, M].
+
+        Without targets the log-probabilities [B, M, V] of every position, in float32 at least, on every rank, without
+        gradient.
+        """
         keys, dropout = context.dropout_keys, self.config.embedding_dropout
         hidden = self.embedding(tokens)
         if keys is not None:
@@ -50,10 +50,7 @@ class Network(nn.Module):
             hidden = layer(hidden, position_key, context)
         if keys is not None:
             hidden = keys.dropout(hidden, Site.REPRESENTATION, dropout)
-        logits = self.output(hidden)
-        if targets is None:
-            return logits
-        return vocabulary_parallel_cross_entropy(logits, targets, self.vocab_size, self.group)
+        return self.output(hidden, targets)
 
     def span_parameters(self) -> list[nn.Parameter]:
         """z of every layer, local heads; empty with a fixed span."""
@@ -64,3 +61,17 @@ class Network(nn.Module):
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Every parameter with what it is, in a fixed order."""
         return [(logical_of(parameter), parameter) for parameter in self.parameters()]
+
+
+def build_vocabulary(
+    config: ModelConfig, vocab_size: int, group: Group
+) -> tuple[VocabularyParallelEmbedding | AdaptiveEmbedding, VocabularyParallelOutput | AdaptiveOutput]:
+    """The embedding and the output layer, plain or adaptive, with weights of their own or shared."""
+    size, tied = config.hidden_size, not config.untie_embeddings_and_output_weights
+    if config.cutoffs:
+        clusters = Clusters(vocab_size, config.cutoffs, size, config.adaptive_div_value)
+        adaptive = AdaptiveEmbedding("embedding", clusters, group)
+        return adaptive, AdaptiveOutput("output", clusters, group, adaptive if tied else None)
+    embedding = VocabularyParallelEmbedding("embedding", vocab_size, size, group, Init("normal", 1.0))
+    init = Init("uniform", 1.0 / math.sqrt(size))
+    return embedding, VocabularyParallelOutput("output", size, vocab_size, group, init, embedding if tied else None)

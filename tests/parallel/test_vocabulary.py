@@ -8,9 +8,10 @@ from megatron_allattn.parallel.collectives import all_gather
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, logical_of
 from megatron_allattn.parallel.vocabulary import (
+    LogitBlock,
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
-    gather_logits,
+    sharded_logits,
     vocabulary_parallel_cross_entropy,
     vocabulary_range,
 )
@@ -36,29 +37,30 @@ def ids(vocab_size: int, seed: int) -> torch.Tensor:
     return drawn
 
 
-def _sharded(rank: int, world_size: int, vocab_size: int) -> dict:
-    """Token ids → vectors → logits → loss over the shards; gradients joined, and those of padding rows apart."""
+def _sharded(rank: int, world_size: int, vocab_size: int, tied: bool) -> dict:
+    """Token ids → vectors → loss over the shards; gradients joined, and those of padding rows apart."""
     group = groups_of(world_size, 1).tensor
-    embedding = VocabularyParallelEmbedding("embedding", vocab_size, HIDDEN, group, NORMAL).double()
-    output = VocabularyParallelOutput("output", HIDDEN, vocab_size, group, NORMAL).double()
-    parameters = [*embedding.parameters(), *output.parameters()]
+    embedding = VocabularyParallelEmbedding("embedding", vocab_size, HIDDEN, group, NORMAL)
+    output = VocabularyParallelOutput("output", HIDDEN, vocab_size, group, NORMAL, embedding if tied else None)
+    module = torch.nn.ModuleList([embedding, output]).double()
+    parameters = list(module.parameters())
     for parameter in parameters:
         logical = logical_of(parameter)
         full = NORMAL.draw(1, logical.name, logical.shape).double()
         parameter.data.copy_(logical.shard(full, group.rank, group.size))
     hidden = embedding(ids(vocab_size, 1))
     hidden.retain_grad()
-    logits = output(hidden)
-    losses = vocabulary_parallel_cross_entropy(logits, ids(vocab_size, 2), vocab_size, group)
+    losses = output(hidden, ids(vocab_size, 2))
     (losses * _weights()).sum().backward()
     own = vocabulary_range(vocab_size, group)
+    logits = sharded_logits(hidden.detach(), output.weight, output.bias, vocab_size, group).detach()
     result = {
         "hidden": hidden.detach(),
         "hidden gradient": hidden.grad,
-        "logits": gather_logits(logits, vocab_size, group),
+        "log-probabilities": output(hidden),
         "losses": losses.detach(),
         "padding": [parameter.grad[own[1] - own[0] :].abs().sum().item() for parameter in parameters],
-        "padding probability": logits.detach().exp()[..., own[1] - own[0] :].sum().item(),
+        "padding probability": logits.exp()[..., own[1] - own[0] :].sum().item(),
         "rows": len(output.bias),
     }
     for parameter in parameters:
@@ -71,47 +73,88 @@ def _weights() -> torch.Tensor:
     return torch.linspace(-1, 2, 120, dtype=torch.float64).view(3, 40)
 
 
-def plain(vocab_size: int) -> dict[str, torch.Tensor]:
+def plain(vocab_size: int, tied: bool = False) -> dict[str, torch.Tensor]:
     """The same with torch's own embedding, linear layer and cross-entropy."""
     weights = {
-        name: NORMAL.draw(1, name, shape).double().requires_grad_() for name, shape in shapes(vocab_size).items()
+        name: NORMAL.draw(1, name, shape).double().requires_grad_()
+        for name, shape in shapes(vocab_size).items()
+        if not (tied and name == "output.weight")
     }
     hidden = F.embedding(ids(vocab_size, 1), weights["embedding.weight"])
     hidden.retain_grad()
-    logits = F.linear(hidden, weights["output.weight"], weights["output.bias"])
+    logits = F.linear(hidden, weights["embedding.weight" if tied else "output.weight"], weights["output.bias"])
     losses = F.cross_entropy(logits.flatten(0, 1), ids(vocab_size, 2).flatten(), reduction="none").view(3, 40)
     (losses * _weights()).sum().backward()
     return {
         "hidden": hidden.detach(),
         "hidden gradient": hidden.grad,
-        "logits": logits.detach(),
+        "log-probabilities": logits.detach().log_softmax(dim=-1),
         "losses": losses.detach(),
         **{name: weight.grad for name, weight in weights.items()},
     }
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("size", "vocab_size"), [(2, 101), (4, 101), (4, 5), (4, 2), (4, 100)])
-def test_loss_and_gradients_equal_the_plain_ones(pools: WorkerPools, size: int, vocab_size: int) -> None:
-    expected = plain(vocab_size)
-    for found in pools(size).run(_sharded, vocab_size):
+def test_loss_and_gradients_equal_the_plain_ones(pools: WorkerPools, size: int, vocab_size: int, tied: bool) -> None:
+    expected = plain(vocab_size, tied)
+    for found in pools(size).run(_sharded, vocab_size, tied):
         for name, tensor in expected.items():
             torch.testing.assert_close(
                 found[name], tensor, rtol=1e-12, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}"
             )
-        assert found["padding"] == [0.0, 0.0, 0.0]
+        assert found["padding"] == [0.0] * (2 if tied else 3)
         assert found["padding probability"] == 0.0
         assert found["rows"] == -(-vocab_size // size)
+        assert not found["log-probabilities"].requires_grad
+
+
+def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """One softmax [n, V] on one rank, in one block."""
+    block = LogitBlock(logits, targets, torch.ones_like(targets, dtype=torch.bool))
+    return vocabulary_parallel_cross_entropy([[block]], ALONE)[0]
 
 
 def test_one_rank_alone_equals_the_plain_ones_too() -> None:
-    targets, expected = ids(101, 2), plain(101)
-    logits = expected["logits"].clone().requires_grad_()
-    losses = vocabulary_parallel_cross_entropy(logits, targets, 101, ALONE)
-    torch.testing.assert_close(losses, expected["losses"], rtol=1e-13, atol=1e-13)
-    assert torch.equal(logits, expected["logits"])  # not overwritten by the work on it
+    targets = ids(101, 2).flatten()
+    logits = torch.randn(120, 101, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    kept = logits.detach().clone()
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(losses_of(logits, targets), expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(logits, kept)  # not overwritten by the work on it
     assert torch.autograd.gradcheck(
-        lambda part: vocabulary_parallel_cross_entropy(part, targets[:1, :4], 101, ALONE),
-        (logits.detach()[:1, :4].requires_grad_(),),
+        lambda part: losses_of(part, targets[:4]), (logits.detach()[:4].clone().requires_grad_(),)
+    )
+
+
+def _several_softmaxes() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of three softmaxes, of two blocks, one block and no row, and targets as columns of the whole softmax."""
+    generator = torch.Generator().manual_seed(5)
+    logits = [
+        torch.randn(shape, dtype=torch.float64, generator=generator) * 3 for shape in ((6, 10), (6, 3), (2, 7), (0, 4))
+    ]
+    return logits, [torch.tensor([0, 9, 10, 12, 4, 11]), torch.tensor([6, 0]), torch.zeros(0, dtype=torch.long)]
+
+
+def _blocks(logits: list[torch.Tensor], targets: list[torch.Tensor]) -> list[list[LogitBlock]]:
+    first, second = targets[0] < 10, targets[0] >= 10
+    head = [
+        LogitBlock(logits[0], targets[0].masked_fill(second, 0), first),
+        LogitBlock(logits[1], (targets[0] - 10).masked_fill(first, 0), second),
+    ]
+    whole = [LogitBlock(block, t, t >= 0) for block, t in zip(logits[2:], targets[1:], strict=True)]
+    return [head, *[[block] for block in whole]]
+
+
+def test_several_softmaxes_in_blocks_equal_whole_ones() -> None:
+    logits, targets = _several_softmaxes()
+    found = vocabulary_parallel_cross_entropy(_blocks(logits, targets), ALONE)
+    for losses, whole, target in zip(found, [torch.cat(logits[:2], dim=1), *logits[2:]], targets, strict=True):
+        expected = F.cross_entropy(whole, target, reduction="none")
+        torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(
+        lambda *parts: vocabulary_parallel_cross_entropy(_blocks(list(parts), targets), ALONE)[:2],
+        tuple(block.requires_grad_() for block in logits),
     )
 
 
@@ -124,17 +167,19 @@ def test_ranges_cover_the_vocabulary_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_taken_in_float32(dtype: torch.dtype) -> None:
-    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    targets = torch.arange(6).view(2, 3)
-    found = vocabulary_parallel_cross_entropy(logits, targets, 50, ALONE)
-    expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(2, 3)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    output = VocabularyParallelOutput("output", 8, 50, ALONE, NORMAL)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in output.parameters():
+        parameter.data.normal_(generator=generator)
+    hidden, targets = torch.randn(2, 3, 8, generator=generator).to(dtype), torch.arange(6).view(2, 3)
+    output.to(dtype)
+    logits = F.linear(hidden, output.weight, output.bias).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 3)
+    for found in (output(hidden, targets), -output(hidden).gather(-1, targets[..., None])[..., 0]):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[[1e4, 0.0, -1e4]]])
-    losses = [
-        vocabulary_parallel_cross_entropy(logits, torch.tensor([[target]]), 3, ALONE).item() for target in range(3)
-    ]
-    assert losses == [0.0, 1e4, 2e4]
+    logits = torch.tensor([[1e4, 0.0, -1e4]])
+    assert [losses_of(logits, torch.tensor([target])).item() for target in range(3)] == [0.0, 1e4, 2e4]

@@ -9,15 +9,20 @@ import torch
 
 from megatron_allattn.config import UsageError
 from megatron_allattn.parallel.groups import single_process_groups
-from megatron_allattn.training.reference import CaseReport, read_case, verify_case
+from megatron_allattn.training.reference import CaseReport, verify_case
+from megatron_allattn.training.reference_case import read_case
 from tests.support.pool import ROOT, WorkerPools
 from tests.support.trajectories import groups_of
 
 CASES = ROOT / "tests/data/reference"
-REPLAYED = ["all_attention", "no_span", "transformer_span"]
+PLAIN = ["all_attention", "no_span", "transformer_span"]
+ADAPTIVE = "adaptive_io_tied_adam"
+REPLAYED = [*PLAIN, ADAPTIVE]
 CPU = torch.device("cpu")
 # What is reached is 1e-15 (weights of the transformer 3e-14): this guards that level, far inside the limits.
 REACHED = 1e-12
+# The losses of the adaptive case were computed in float32: this is the rounding in them.
+REACHED_ADAPTIVE = {"losses": 1e-7, "nll": 1e-6, "gradients": 1e-6, "weights": 1e-6}
 
 
 def replay(path: Path, dtype: torch.dtype = torch.float64, steps: int | None = None) -> CaseReport:
@@ -44,13 +49,21 @@ def array_of(source: str, name: str) -> np.ndarray:
         return archive[name]
 
 
+def assert_reached(report: CaseReport, name: str) -> None:
+    reached = REACHED_ADAPTIVE if name == ADAPTIVE else dict.fromkeys(report.limits, REACHED)
+    assert report.differences.keys() == report.limits.keys() == reached.keys()
+    assert {what for what, difference in report.differences.items() if difference > reached[what]} == set()
+    assert report.passed
+
+
 @pytest.mark.parametrize("name", REPLAYED)
 def test_one_process(name: str) -> None:
     report = replay(CASES / f"{name}.npz")
-    assert report.limits == {"losses": 1e-12, "log_probs": 1e-11, "gradients": 1e-9, "weights": 1e-9}
-    assert report.differences.keys() == report.limits.keys()
-    assert max(report.differences.values()) <= REACHED
-    assert report.passed
+    if name == ADAPTIVE:
+        assert report.limits == dict.fromkeys(("losses", "nll", "gradients", "weights"), 1e-5)
+    else:
+        assert report.limits == {"losses": 1e-11, "log_probs": 1e-9, "gradients": 1e-8, "weights": 1e-7}
+    assert_reached(report, name)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -58,9 +71,7 @@ def test_one_process(name: str) -> None:
 def test_tensor_parallel(pools: WorkerPools, name: str, size: int) -> None:
     reports = pools(size).run(_replay, name)
     assert all(report == reports[0] for report in reports)
-    assert reports[0].differences.keys() == {"losses", "log_probs", "gradients", "weights"}
-    assert max(reports[0].differences.values()) <= REACHED
-    assert reports[0].passed
+    assert_reached(reports[0], name)
 
 
 @pytest.mark.parametrize("name", REPLAYED)
@@ -100,15 +111,15 @@ LOG_PROBS = array_of("all_attention", "step2/log_probs")
     ("config", "arrays", "differing"),
     [
         ({}, {"init__layers.1.key.weight": weight_off_by(1e-6)}, {"losses", "log_probs", "gradients", "weights"}),
-        ({}, {"init__output.bias": OUTPUT_BIAS + 1e-10 * np.eye(31)[7]}, {"log_probs"}),
+        ({}, {"init__output.bias": OUTPUT_BIAS + 1e-8 * np.eye(31)[7]}, {"losses", "log_probs"}),
         ({"ramp": 7}, {}, {"losses", "log_probs", "gradients", "weights"}),
         ({"span_loss": 0.0011}, {}, {"losses", "log_probs", "gradients", "weights"}),
         ({"lr": 0.0700001}, {}, {"losses", "log_probs", "gradients", "weights"}),
         ({"clip": 0.0301}, {}, {"losses", "log_probs", "gradients", "weights"}),
-        ({}, {"step2__log_probs": LOG_PROBS + 1e-10}, {"log_probs"}),
+        ({}, {"step2__log_probs": LOG_PROBS + 2e-9}, {"log_probs"}),
         ({}, {"step2__log_probs": np.full_like(LOG_PROBS, np.nan)}, {"log_probs"}),
     ],
-    ids=["weight", "weight by 1e-10", "ramp", "span loss", "lr", "clip", "log_probs", "nan"],
+    ids=["weight", "weight by 1e-8", "ramp", "span loss", "lr", "clip", "log_probs", "nan"],
 )
 def test_a_small_difference_is_found(tmp_path: Path, config: dict, arrays: dict, differing: set[str]) -> None:
     report = replay(changed(tmp_path / "case.npz", "all_attention", config, **arrays))
@@ -121,19 +132,31 @@ def test_a_small_difference_is_found(tmp_path: Path, config: dict, arrays: dict,
 @pytest.mark.parametrize("name", ["position.key", "layers.2.persistent.value", "layers.0.span", "output.bias"])
 def test_a_difference_in_one_element_of_one_tensor_is_found(tmp_path: Path, kind: str, name: str) -> None:
     array = array_of("all_attention", f"step3/{kind}/{name}").copy()
-    array.flat[-1] += 1e-8 * (np.abs(array).max() if kind == "grad" else 1.0)
+    array.flat[-1] += 1e-6 * (np.abs(array).max() if kind == "grad" else 1.0)
     report = replay(changed(tmp_path / "case.npz", "all_attention", **{f"step3__{kind}__{name}": array}))
     what = {"grad": "gradients", "updated": "weights"}[kind]
     assert not report.passed
-    assert report.differences[what] == pytest.approx(1e-8, rel=1e-3)
+    assert report.differences[what] == pytest.approx(1e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("config", "arrays", "message"),
     [
-        ({"cutoffs": [20], "adapt_io": True}, {}, "uses adaptive input and softmax, only a plain vocabulary"),
-        ({"optim": "adam"}, {}, "optimizer adam, only adagrad can be replayed; leave this case out"),
-        ({"dropout": 0.1}, {}, "its configuration lacks or adds dropout; give"),
+        ({"cutoffs": [20], "adapt_io": True}, {}, "its configuration lacks divval, tied; give"),
+        ({"cutoffs": [20, 31], "divval": 2, "tied": True}, {}, "--adaptive-cutoffs 20,31: .* the vocabulary size 31"),
+        ({"cutoffs": 20, "divval": 2, "tied": True}, {}, "cutoffs 20: not a list"),
+        (
+            {"cutoffs": [20], "divval": 2, "tied": True},
+            {},
+            r"43 arrays differ .* first init/embedding.cluster0.projection: expected \(32, 32\), found none",
+        ),
+        ({"tied": True}, {}, r"first init/output.weight: expected no such array, found \(31, 32\)"),
+        ({"optim": "sgd"}, {}, "optimizer sgd; known are adagrad and adam"),
+        (
+            {"dropout": 0.1},
+            {},
+            "its configuration has dropout, which nothing here stands for; known are vocab, d, heads",
+        ),
         ({"heads": 5}, {}, "--hidden-size 32: must be a multiple of --num-attention-heads 5"),
         ({"vocab": 0}, {}, "a vocabulary of 0 tokens"),
         ({"N": 13}, {}, r"30 arrays differ .* expected \(4, 8, 13\), found \(4, 8, 12\)"),
@@ -159,11 +182,6 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
         read_case(CASES / "no_span.npz", tensor_size=3)
 
 
-def test_adaptive_input_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"adaptive_io_tied_adam.npz: uses adaptive input and softmax"):
-        read_case(CASES / "adaptive_io_tied_adam.npz")
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -178,7 +196,7 @@ def test_a_file_that_is_no_case_is_refused(tmp_path: Path, content: bytes | None
     path = tmp_path / "case.npz"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match=rf"not a reference case \({reason}\); give one of"):
+    with pytest.raises(UsageError, match=rf"not a reference case \({reason}\); give a case as docs/"):
         read_case(path)
 
 
