@@ -2,17 +2,20 @@
 
     python tools/verify_reference.py tests/data/reference/all_attention.npz
     python tools/verify_reference.py CASE.npz … --tensor-model-parallel-size 4 --dtype float32
+    python tools/verify_reference.py curve_200_steps.npz --engine deepspeed --dtype float32
 
-Each case is trained again from its recorded weights. The table shows, by quantity, the largest difference and what it
-may be: relative for losses and, to a tensor's largest element, for gradients; absolute for log-probabilities, weights
-and mean spans.
+An NPZ case is trained again from its recorded weights; of a .pt case, a checkpoint of the paper's code with a JSON file
+beside it, the tokens are scored. The table shows, by quantity, the largest difference and what it may be: relative for
+losses and, to a tensor's largest element, for gradients; absolute for log-probabilities, weights and mean spans; losses
+of single tokens (nll) relative above 1 nat, absolute below. docs/reference_cases.md describes the files.
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +27,36 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.groups import close_groups, make_groups, single_process_groups
+from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
-from megatron_allattn.training.reference import CaseReport, read_case, verify_case
+from megatron_allattn.training.reference import CaseReport, verify_case
+from megatron_allattn.training.reference_case import Case, read_case
 
 TIMEOUT = 300  # seconds that a rank waits for another
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How cases of one kind of file are read (for so many tensor-parallel ranks) and replayed.
+
+    `read` raises UsageError for a file that cannot be replayed; `verify` is collective over the tensor group.
+    """
+
+    read: Callable[[Path, int], Any]
+    verify: Callable[[Any, Groups, torch.device, torch.dtype], CaseReport]
+
+
+def through_deepspeed(case: Case, groups: Groups, device: torch.device, dtype: torch.dtype) -> CaseReport:
+    """`verify_case` through DeepSpeed's engine, which is imported for it."""
+    from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine  # noqa: PLC0415
+
+    return verify_case(case, groups, device, dtype, kind=DeepSpeedEngine)
+
+
+KINDS = {".npz": Kind(read_case, verify_case), ".pt": Kind(read_recorded, verify_recorded)}
+ENGINES = {"plain": KINDS, "deepspeed": {".npz": Kind(read_case, through_deepspeed)}}
 
 
 class _Once(argparse.Action):
@@ -55,27 +82,55 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("cases", nargs="+", type=Path, metavar="CASE.npz", help="recorded cases")
+    parser.add_argument("cases", nargs="+", type=Path, metavar="CASE", help=f"recorded cases ({', '.join(KINDS)})")
     help_text = "local processes (default 1)"
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", action=_Once, help=help_text)
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", action=_Once)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", action=_Once)
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="plain", action=_Once)
     return parser.parse_args(argv)
 
 
-def verify(paths: list[Path], size: int, device: str, dtype: torch.dtype) -> list[CaseReport]:
+def read(path: Path, size: int, engine: str) -> tuple[Kind, Any]:
+    """A case and its kind. Raises UsageError when it is of none or cannot be replayed."""
+    kind = ENGINES[engine].get(path.suffix)
+    if kind is None:
+        rule = f"not a recorded case that the {engine} engine replays"
+        raise UsageError(f"{path}: {rule}; their names end in {', '.join(ENGINES[engine])}")
+    return kind, kind.read(path, size)
+
+
+def verify_all(
+    paths: list[Path], size: int, engine: str, groups: Groups, device: torch.device, dtype: torch.dtype
+) -> list[CaseReport]:
+    """The reports of all cases; collective over the tensor group."""
+    reports = []
+    for path in paths:
+        kind, case = read(path, size, engine)
+        reports.append(kind.verify(case, groups, device, dtype))
+    return reports
+
+
+def verify(paths: list[Path], size: int, engine: str, device: str, dtype: torch.dtype) -> list[CaseReport]:
     """The reports of all cases, replayed by `size` tensor-parallel processes of this machine."""
-    if size == 1:
-        groups = single_process_groups()
-        return [verify_case(read_case(path), groups, torch.device(device), dtype) for path in paths]
+    if size == 1 and engine == "plain":
+        return verify_all(paths, size, engine, single_process_groups(), torch.device(device), dtype)
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (size, discovery.free_port(), os.getpid(), device, dtype, paths, results)
+    arguments = (size, discovery.free_port(), os.getpid(), engine, device, dtype, paths, results)
     torch.multiprocessing.spawn(_rank, arguments, nprocs=size)
     return results.get()
 
 
 def _rank(
-    rank: int, size: int, port: int, parent: int, device: str, dtype: torch.dtype, paths: list[Path], results: Any
+    rank: int,
+    size: int,
+    port: int,
+    parent: int,
+    engine: str,
+    device: str,
+    dtype: torch.dtype,
+    paths: list[Path],
+    results: Any,
 ) -> None:
     """One of the processes; the first puts the reports into `results`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent is gone: end, in a collective too
@@ -96,7 +151,7 @@ def _rank(
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     discovery.initialize(info, TIMEOUT, own)
     groups = make_groups(Layout(tensor_size=size), timedelta(seconds=TIMEOUT))
-    reports = [verify_case(read_case(path, size), groups, own, dtype) for path in paths]
+    reports = verify_all(paths, size, engine, groups, own, dtype)
     if rank == 0:
         results.put(reports)
     close_groups()
@@ -116,14 +171,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = options.tensor_model_parallel_size
     try:
         check_devices(size, options.device)
+        if options.engine == "deepspeed" and options.dtype == "float64":
+            raise usage_error("--dtype", "float64", "DeepSpeed trains in float32 at most", "add --dtype float32")
         for path in options.cases:
-            read_case(path, size)
+            read(path, size, options.engine)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.dtype} on {options.device}, tensor-parallel size {size}", flush=True)
+    print(f"{options.dtype} on {options.device}, tensor-parallel size {size}, {options.engine} engine", flush=True)
     try:
-        reports = verify(options.cases, size, options.device, getattr(torch, options.dtype))
+        reports = verify(options.cases, size, options.engine, options.device, getattr(torch, options.dtype))
     except (ProcessExitedException, ProcessRaisedException) as error:
         print(f"error: {str(error).strip()}", file=sys.stderr)
         return 1

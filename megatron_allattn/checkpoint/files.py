@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.config.errors import usage_error
+
 
 class StorageError(RuntimeError):
     """The disk is full, read-only or failing; the message is one line with the path and the way out."""
@@ -45,6 +47,14 @@ def _free_bytes(path: Path) -> int:
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def check_new(path: Path) -> None:
+    """UsageError for an --output that exists already, or whose folder does not."""
+    if os.path.lexists(path):
+        raise usage_error("--output", path, "exists already", "name another one or remove it")
+    if not path.absolute().parent.is_dir():
+        raise usage_error("--output", path, f"there is no folder {path.absolute().parent}", "make it first")
 
 
 def sync_file(path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
 from megatron_allattn.config import UsageError
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import agree
 
 
@@ -66,21 +67,22 @@ def read_state(step_folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(step_folder: Path, engine: Engine, cached_length: int) -> None:
+def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
     """Set weights, optimizer state and caches from a verified step folder, at any layout. Collective.
 
-    cached_length: how many tokens the caches' streams have seen since they started. Raises UsageError naming a tensor
-    that is missing.
+    cached_length: how many tokens the caches' streams have seen since they started; None for a converted checkpoint,
+    whose caches are empty and which may lack optimizer state. Raises UsageError naming a tensor that is missing.
     """
     weights, optimizer, caches = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer", "caches"))
-    agree(lambda: check_weights(step_folder, weights, engine), engine.groups.world, lambda _: 2)
-    engine.load(weights.read, optimizer.read)
-    engine.load_caches(caches.read, cached_length)
+    agree(lambda: check_weights(step_folder, weights, engine.network), engine.groups.world, lambda _: 2)
+    engine.load(weights.read, None if cached_length is None and not optimizer.names else optimizer.read)
+    if cached_length is not None:
+        engine.load_caches(caches.read, cached_length)
 
 
-def check_weights(step_folder: Path, weights: TensorReader, engine: Engine) -> None:
+def check_weights(step_folder: Path, weights: TensorReader, network: Network) -> None:
     """Refuse weights that are not the model's: UsageError names the first tensor that differs and both shapes."""
-    expected = {logical.name: logical.shape for logical, _ in engine.network.logical_parameters()}
+    expected = {logical.name: logical.shape for logical, _ in network.logical_parameters()}
     found = {name: tuple(info.shape) for name, info in weights.infos.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):

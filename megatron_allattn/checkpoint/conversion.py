@@ -1,0 +1,114 @@
+"""Run folders made of tensors from elsewhere, and their way back: what every converted format has in common.
+
+A converted checkpoint holds what one of ours does, with `"data": null` in its state.json: it has no place in our data,
+and no caches. Training goes on from it with its optimizer's state at its step.
+"""
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_allattn import __version__
+from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder, write_json_atomic
+from megatron_allattn.checkpoint.save import read_state
+from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
+from megatron_allattn.config import RunConfig, UsageError
+
+Tensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run folder's newest intact step. skipped: entries passed over on the way to it, with the reasons."""
+
+    step_folder: Path
+    run: RunConfig
+    state: dict[str, Any]
+    weights: TensorReader
+    optimizer: TensorReader
+    skipped: list[str]
+
+
+def read_run(run_folder: Path) -> SavedRun:
+    """Open a run folder's newest step whose every byte is right. Raises UsageError."""
+    step_folder, skipped = folder.find_latest(run_folder, check_bytes=True)
+    state = read_state(step_folder)
+    try:
+        run = RunConfig.from_dict(state["config"])
+    except (UsageError, KeyError) as error:
+        raise UsageError(f"{step_folder / 'state.json'}: {error}; load a checkpoint of this version") from error
+    weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
+    return SavedRun(step_folder, run, state, weights, optimizer, skipped)
+
+
+def converted_state(
+    run: RunConfig, step: int, vocab_size: int, tokenizer: dict[str, Any], fingerprint: str, source: dict[str, Any]
+) -> dict[str, Any]:
+    """state.json of a converted checkpoint, but for its step.
+
+    tokenizer, fingerprint: as JSON, and its SHA-256 · source: where it comes from, in its format's own terms.
+    """
+    return {
+        "tokens": step * run.training.global_batch_size * run.training.seq_length,
+        "config": run.to_dict(),
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+        "tokenizer_sha256": fingerprint,
+        "data_sha256": None,
+        "data": None,
+        "cached_length": 0,
+        "versions": {
+            "megatron_allattn": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        },
+        "source": source,
+    }
+
+
+def write_run(
+    output: Path, run: RunConfig, step: int, state: dict[str, Any], weights: Tensors, optimizer: Tensors
+) -> None:
+    """Make the run folder `output` with one checkpoint. It has its name only once it is complete and on the disk.
+
+    Raises UsageError: it exists; StorageError: it cannot be written, and then nothing is left of it.
+    """
+    check_new(output)
+    output = output.absolute()
+    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    with storage_errors(output, 0):
+        _remove_leftovers(output)
+        temporary.mkdir()
+    try:
+        step_folder = folder.begin(temporary, step)
+        for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
+            files = TensorFiles(step_folder, prefix)
+            for name, tensor in tensors:
+                files.add(name, tensor)
+            files.close()
+        write_json_atomic(step_folder / "state.json", {"step": step, **state})
+        folder.commit(step_folder, step)
+        write_json_atomic(temporary / "config.json", run.to_dict())
+        with storage_errors(output, 0):
+            os.rename(temporary, output)
+            sync_folder(output.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Remove what conversions to the same name that were killed have left."""
+    ours = re.compile(re.escape(f".{output.name}.tmp-") + r"[0-9]+")
+    for path in output.parent.iterdir():
+        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)

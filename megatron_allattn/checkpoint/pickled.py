@@ -1,0 +1,102 @@
+"""Files that `torch.save` wrote, read without running a line of what is in them.
+
+Such a file is a program for Python's unpickler. It is read with `torch.load(weights_only=True)`, which builds tensors
+and plain values and refuses everything else. Older releases of torch can be made to run code all the same
+(CVE-2025-32434 before 2.6, CVE-2026-24747 before 2.10), so nothing is opened with one of those. Neither torch nor the
+format notices a flipped bit; the archive's own check sums do, so they are compared first (files of torch before 1.6 are
+no archives and have none).
+"""
+
+import os
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder
+from megatron_allattn.config.errors import UsageError, usage_error
+
+MINIMUM_TORCH = "2.10"
+_GIVE = "give a file that torch.save wrote"
+
+
+def read_pickled(path: Path) -> Any:
+    """What `torch.save` wrote to `path`, on the CPU: tensors in dictionaries and lists of plain values.
+
+    Raises UsageError, one line: no such file, damaged, another format, or it holds something other than data.
+    """
+    if torch.__version__ < MINIMUM_TORCH:
+        rule = f"torch before {MINIMUM_TORCH} may run code from a file while it reads it (CVE-2026-24747)"
+        raise usage_error("torch", torch.__version__, rule, f"install torch {MINIMUM_TORCH} or newer")
+    if not path.is_file():
+        raise usage_error("file", path, "is a folder or a device" if path.exists() else "is not there", _GIVE)
+    try:
+        _check_sums(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except UsageError:
+        raise
+    except OSError as error:
+        raise usage_error("file", path, f"cannot be read ({error.strerror or error})", _GIVE) from error
+    except Exception as error:  # whatever the unpickler meets in a file made by somebody else
+        raise usage_error("file", path, _reason(path, error), _GIVE) from None
+
+
+def _check_sums(path: Path) -> None:
+    """Compare every byte of an archive with its check sums; a file that is no archive passes."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise usage_error("file", path, "is a compressed archive, which torch.save does not write", _GIVE)
+        if (damaged := archive.testzip()) is not None:
+            raise usage_error("file", path, f"is damaged: the check sum of {damaged} does not fit", "copy it again")
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if not path.stat().st_size:
+        return "is empty"
+    if wanted := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"would call {wanted[1]} when loaded; it was refused, nothing of it has run"
+    return f"is damaged or nothing that torch.save wrote ({type(error).__name__})"
+
+
+def write_pickled(path: Path, content: Any) -> None:
+    """Write `content` by `torch.save` under a temporary name, flush it and give it its name. Nothing is replaced.
+
+    Raises UsageError: `path` exists or its folder does not; StorageError: it cannot be written, nothing is then left.
+    """
+    check_new(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with storage_errors(path, _num_bytes(content)):
+            try:
+                with open(temporary, "xb") as handle:
+                    torch.save(content, handle)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+            except RuntimeError as error:  # torch's own report of a write that failed says nothing of the disk
+                raise OSError(f"torch.save failed: {error}") from error
+            os.rename(temporary, path)
+            sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _num_bytes(content: Any) -> int:
+    """Bytes of the different tensors in nested dictionaries."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            for one in value.values():
+                visit(one)
+
+    visit(content)
+    return sum(found.values())

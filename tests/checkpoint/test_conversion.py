@@ -1,0 +1,103 @@
+"""Run folders made of tensors from elsewhere: whole or not there."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.conversion import converted_state, read_run, write_run
+from megatron_allattn.config import RunConfig, UsageError
+from tests.support.forked import kill_before_call, run_forked
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1500)}
+STATES = {"a/sum": torch.full((2, 3), 2.0)}
+
+
+def _write(output: Path) -> None:
+    run = RunConfig()
+    state = converted_state(run, 5, 7, {"type": "null", "vocab_size": 7}, "f" * 64, {"format": "other"})
+    write_run(output, run, 5, state, WEIGHTS.items(), STATES.items())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    _write(tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "config.json", "latest"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == RunConfig().to_dict()
+    saved = read_run(tmp_path / "run")
+    assert (saved.step_folder.name, saved.run, saved.skipped) == ("step_00000005", RunConfig(), [])
+    assert {name: saved.weights.read(name).tolist() for name in saved.weights.names} == {
+        name: tensor.tolist() for name, tensor in WEIGHTS.items()
+    }
+    assert saved.optimizer.read("a/sum").tolist() == STATES["a/sum"].tolist()
+    training = RunConfig().training
+    assert saved.state["tokens"] == 5 * training.global_batch_size * training.seq_length
+    assert (saved.state["data"], saved.state["data_sha256"], saved.state["cached_length"]) == (None, None, 0)
+    assert (saved.state["step"], saved.state["vocab_size"], saved.state["source"]) == (5, 7, {"format": "other"})
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("there", ["run folder", "empty folder", "file", "dangling link"])
+def test_what_exists_is_kept(tmp_path: Path, there: str) -> None:
+    output = tmp_path / "run"
+    if there == "run folder":
+        _write(output)
+    elif there == "empty folder":
+        output.mkdir()
+    elif there == "file":
+        output.write_text("mine")
+    else:
+        output.symlink_to(tmp_path / "nowhere")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=r"^--output .*run: exists already; name another one or remove it$"):
+        _write(output)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def write_with_little_space() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        _write(tmp_path / "run")
+
+    code, text = run_forked(write_with_little_space)
+    assert code == 1 and text.startswith("StorageError: ") and "the file size limit is reached" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_killed_at_any_point_there_is_no_run_or_a_whole_one(tmp_path: Path) -> None:
+    outcomes = []
+    for number in range(1, 200, 3):
+        output = tmp_path / str(number) / "run"
+        output.parent.mkdir()
+
+        def write_and_die(output: Path = output, number: int = number) -> None:
+            kill_before_call(number)
+            _write(output)
+
+        code, _ = run_forked(write_and_die)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        outcomes.append(output.exists())
+        if output.exists():
+            folder.verify(read_run(output).step_folder)
+        else:
+            _write(output)  # and the next one clears away what is left
+            assert os.listdir(output.parent) == ["run"]
+    assert outcomes.count(False) > 5 and outcomes == sorted(outcomes)
+
+
+def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
+    run = RunConfig()
+    state = converted_state(run, 5, 7, {}, "", {})
+    state["config"] = {**state["config"], "engine": {}}
+    write_run(tmp_path / "run", run, 5, state, WEIGHTS.items(), ())
+    with pytest.raises(
+        UsageError, match=r"state.json: configuration engine: unknown key; .*; load a checkpoint of this"
+    ):
+        read_run(tmp_path / "run")

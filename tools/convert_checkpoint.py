@@ -1,0 +1,187 @@
+"""Convert checkpoints of other programs to run folders of this one, and back. Exit code 0: done, 2: wrong usage.
+
+    python tools/convert_checkpoint.py --from adaptive-span checkpoint.pt --output RUN --vocabulary vocabulary.json
+    python tools/convert_checkpoint.py --to adaptive-span --load RUN --output checkpoint.pt
+
+Formats:
+    adaptive-span   a .pt file of the paper's published code: weights, optimizer state and step
+
+RUN is what `pretrain.py --save` makes, with one checkpoint: `pretrain.py --load RUN`, tools/evaluate.py and
+tools/inspect_checkpoint.py take it. What a file does not say of its run comes from flags: all those of pretrain.py
+about the model, the optimizer and the training, or a --recipe, with the same defaults. For adaptive-span these are
+
+    --span-ramp (32)   --span-loss (1e-6)   --attention-dropout, --embedding-dropout, --feed-forward-dropout (0)
+    --seq-length (128)   --global-batch-size (16)   --lr-warmup-iters (0)   --clip-grad (1, with Adam)
+
+A flag that contradicts the file is an error. A file of somebody else is safe to convert: no code in it is ever run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+from megatron_allattn.checkpoint import adaptive_span
+from megatron_allattn.checkpoint.companion import check_companion, read_companion
+from megatron_allattn.checkpoint.conversion import SavedRun, converted_state, read_run, write_run
+from megatron_allattn.checkpoint.files import StorageError, check_new
+from megatron_allattn.checkpoint.pickled import write_pickled
+from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig, UsageError, parse
+from megatron_allattn.config.checks import field_types
+from megatron_allattn.config.errors import flag, usage_error
+from megatron_allattn.data.code_vocabulary import tokenizer_of
+from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer
+from megatron_allattn.training.schedules import learning_rate
+
+
+class Given(NamedTuple):
+    """The configuration from the command line, and which of its flags were given."""
+
+    run: RunConfig
+    explicit: frozenset[str]
+    vocabulary: Path | None
+
+
+def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
+    """A .pt file of the paper's code → a run folder; a line that says what it holds."""
+    found = adaptive_span.read(source)
+    run = adaptive_span.configure(source, found, given.run, given.explicit)
+    tokenizer = read_tokenizer(given.vocabulary, run.model, found.model.vocab_size)
+    described = (tokenizer.to_json(), tokenizer.fingerprint)
+    state = converted_state(run, found.step, tokenizer.vocab_size, *described, found.source)
+    write_run(output, run, found.step, state, found.model.weights.items(), found.state.items())
+    parameters = sum(weight.numel() for weight in found.model.weights.values())
+    return f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
+
+
+def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> Tokenizer:
+    """The tokenizer of --vocabulary, which must fit the model; bare numbers without one."""
+    if path is None:
+        return NullTokenizer(vocab_size)
+    companion = read_companion(path)
+    check_companion(path, companion, model, vocab_size)
+    if "vocabulary" not in companion:
+        fix = "give a list of tokens, or an object that has one under `vocabulary`"
+        raise usage_error("--vocabulary", path, "has no vocabulary", fix)
+    try:
+        return tokenizer_of(companion["vocabulary"])
+    except UsageError as error:
+        raise UsageError(f"--vocabulary {path}: {error}") from None
+
+
+def to_adaptive_span(saved: SavedRun, output: Path) -> str:
+    """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
+    run, state, step = saved.run, saved.state, saved.state["step"]
+    dropped_at = (state.get("plateau") or {}).get("dropped_at")
+    source = state.get("source") or {}
+    content = adaptive_span.write(
+        run,
+        step,
+        learning_rate(run.optimizer, run.training.train_iters, step, dropped_at),
+        saved.weights.read,
+        saved.optimizer.read,
+        source if source.get("format") == adaptive_span.FORMAT else None,
+    )
+    write_pickled(output, content)
+    lines = [f"{output}: step {step} of {saved.step_folder}"]
+    if run.optimizer.optimizer == "adam" and run.optimizer.clip_grad:
+        lines.append(f"note: the file does not say that gradients are clipped at {run.optimizer.clip_grad}")
+    if run.optimizer.lr_decay_style != "constant":
+        lines.append(f"note: that code has no {run.optimizer.lr_decay_style} decay, its rate stays as it is")
+    return "\n".join(lines)
+
+
+class Format(NamedTuple):
+    """How a format is read and written."""
+
+    read: Callable[[Path, Path, Given], str]
+    write: Callable[[SavedRun, Path], str]
+
+
+FORMATS = {adaptive_span.FORMAT: Format(from_adaptive_span, to_adaptive_span)}
+
+
+class _PassOn(argparse.Action):
+    """A flag of pretrain.py: kept as it is for its parser, which says what is wrong with it."""
+
+    def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
+        given = f"{option_string}={values}" if isinstance(values, str) else str(option_string)
+        namespace.flags.append(given)  # type: ignore[attr-defined]
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options of the command line, and under `flags` those of pretrain.py. A wrong one ends the program."""
+    parser = _OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--from", dest="source", choices=FORMATS, help="the format of FILE")
+    direction.add_argument("--to", dest="target", choices=FORMATS, help="the format to write")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="what to convert (with --from)")
+    parser.add_argument("--load", type=Path, metavar="RUN", help="the run folder to convert (with --to)")
+    parser.add_argument("--output", type=Path, required=True, help="what to make: a run folder, or a file (with --to)")
+    help_text = "JSON list of tokens, or an object with it under `vocabulary` (with --from); else tokens are numbers"
+    parser.add_argument("--vocabulary", type=Path, metavar="FILE", help=help_text)
+    parser.set_defaults(flags=[])
+    passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
+    parser.add_argument("--recipe", **passed_on)
+    for section in (ModelConfig, OptimizerConfig, TrainingConfig):
+        for name, types in field_types(section).items():
+            parser.add_argument(flag(name), **passed_on, nargs=0 if types == (bool,) else None)
+            if types == (bool,):
+                parser.add_argument(flag(f"no_{name}"), **passed_on, nargs=0)
+    parts = [word.partition("=") for word in (sys.argv[1:] if argv is None else argv)]
+    options = parser.parse_args(
+        [(name.replace("_", "-") if name.startswith("--") else name) + equals + value for name, equals, value in parts]
+    )
+    _check_options(parser, options)
+    return options
+
+
+def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Each direction has its own options; those of the other would be ignored."""
+    needed, other = ("file", "load") if options.source else ("load", "file")
+    names = {"file": "FILE", "load": "--load RUN"}
+    direction = f"--from {options.source}" if options.source else f"--to {options.target}"
+    if getattr(options, needed) is None:
+        parser.error(f"{direction}: {names[needed]} is missing")
+    ignored = [names[other]] if getattr(options, other) is not None else []
+    if options.target:
+        ignored += [given.partition("=")[0] for given in options.flags]
+        ignored += ["--vocabulary"] if options.vocabulary is not None else []
+    if ignored:
+        parser.error(f"{direction}: {ignored[0]} has no effect")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_arguments(argv)
+    try:
+        check_new(options.output)
+        if options.source:
+            run, explicit = parse(options.flags)
+            given = Given(run, explicit, options.vocabulary)
+            print(FORMATS[options.source].read(options.file, options.output, given))
+        else:
+            saved = read_run(options.load)
+            for line in saved.skipped:
+                print(f"passed over {line}", file=sys.stderr)
+            print(FORMATS[options.target].write(saved, options.output))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
