@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | lint | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-variants | lint | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -10,7 +10,7 @@ DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts demo gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-variants demo gpu-check clean
 
 venv: $(READY)
 
@@ -39,6 +39,9 @@ test: $(READY)
 
 test-layouts: $(READY)
 	$(BIN)/python -m pytest -q -m layouts
+
+test-variants: $(READY)
+	$(BIN)/python -m pytest -q -m variants
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

@@ -11,7 +11,7 @@ from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.optimizer import OptimizerConfig
 from megatron_allattn.config.recipes import RECIPES
-from megatron_allattn.config.rules import BatchShape, batch_shape, check_run, check_world
+from megatron_allattn.config.rules import BatchShape, batch_shape, check_run, check_vocabulary, check_world
 from megatron_allattn.config.run import CheckpointConfig, LoggingConfig, ParallelConfig, RunConfig, TrainingConfig
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "UsageError",
     "batch_shape",
     "check_run",
+    "check_vocabulary",
     "check_world",
     "load_deepspeed_json",
     "parse",

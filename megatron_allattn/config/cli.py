@@ -28,7 +28,7 @@ _LAUNCHER_VALUES = frozenset({"local-rank"})
 
 _REFUSED = {
     "ffn-hidden-size": "an all-attention layer has no feed-forward sublayer, its persistent vectors take that place; "
-    "use --persistent-memory-size",
+    "use --persistent-memory-size (or --feed-forward-size with --variant transformer)",
     "dropout": "use --attention-dropout and --embedding-dropout",
     "hidden-dropout": "there is no dropout between sublayers; use --attention-dropout and --embedding-dropout",
     "kv-channels": "a head is as wide as --hidden-size / --num-attention-heads",
@@ -175,7 +175,7 @@ def _recipe(given: Sequence[_Given]) -> RunConfig:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         fix = f"did you mean {near[0]}? " if near else ""
-        raise usage_error("--recipe", name, "unknown recipe", f"{fix}known are {', '.join(RECIPES)}")
+        raise usage_error("--recipe", name, "unknown recipe", f"{fix}--recipe list shows all {len(RECIPES)}")
     return RECIPES[name]()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_allattn.config.errors import flag, usage_error
-from megatron_allattn.config.run import RunConfig
+from megatron_allattn.config.model import ModelConfig
+from megatron_allattn.config.run import ParallelConfig, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,33 @@ _NO_EFFECT = (
         fix="leave it out or choose linear or cosine",
     ),
     _NoEffect(
+        fields=("min_lr",),
+        condition=lambda run: run.optimizer.lr_decay_style == "plateau",
+        reason="has no effect with --lr-decay-style plateau: the rate ends at a tenth of --lr",
+        fix="leave it out or choose linear or cosine",
+    ),
+    _NoEffect(
+        fields=("lr_decay_iters",),
+        condition=lambda run: (
+            run.optimizer.lr_decay_style == "plateau"
+            and (run.optimizer.lr_decay_iters or 0) >= run.training.train_iters
+        ),
+        reason="has no effect: the run ends before the rate drops",
+        fix="give a step below --train-iters or leave it out",
+    ),
+    _NoEffect(
+        fields=("plateau_patience", "plateau_threshold", "plateau_iters"),
+        condition=lambda run: run.optimizer.lr_decay_style != "plateau",
+        reason="has no effect without --lr-decay-style plateau",
+        fix="leave it out or add that",
+    ),
+    _NoEffect(
+        fields=("adaptive_div_value",),
+        condition=lambda run: run.model.adaptive_cutoffs is None,
+        reason="has no effect without --adaptive-cutoffs",
+        fix="leave it out or add the cut-offs",
+    ),
+    _NoEffect(
         fields=("save_interval",),
         condition=lambda run: run.checkpoint.save is None,
         reason="has no effect without --save: nothing is saved",
@@ -74,21 +102,35 @@ def check_run(config: RunConfig, explicit: frozenset[str]) -> None:
     Raises:
         UsageError: two values contradict, or a given flag would be ignored.
     """
-    optimizer, decay_style = config.optimizer, config.optimizer.lr_decay_style
-    decay_end = optimizer.lr_decay_iters or config.training.train_iters
-    if decay_style != "constant" and optimizer.lr_warmup_iters >= decay_end:
-        raise usage_error(
-            "--lr-warmup-iters",
-            optimizer.lr_warmup_iters,
-            f"must be below the {decay_end} steps after which the {decay_style} decay has ended",
-            "shorten the warm-up, raise --train-iters or --lr-decay-iters, or choose --lr-decay-style constant",
-        )
+    _check_schedule(config)
     sections = (config.model, config.optimizer, config.checkpoint)
     for rule in _NO_EFFECT:
         for name in rule.fields:
             if flag(name) in explicit and rule.condition(config):
                 value = next(getattr(section, name) for section in sections if hasattr(section, name))
                 raise usage_error(flag(name), value, rule.reason, rule.fix)
+
+
+def _check_schedule(config: RunConfig) -> None:
+    """The decay has room after the warm-up, and a plateau can be seen."""
+    optimizer, style = config.optimizer, config.optimizer.lr_decay_style
+    if style == "plateau" and not config.training.eval_interval:
+        raise usage_error(
+            "--lr-decay-style",
+            style,
+            "follows the evaluations on the validation split, and --eval-interval is 0",
+            "add --eval-interval or choose another style",
+        )
+    end = optimizer.lr_decay_iters or config.training.train_iters
+    is_bound = style in ("linear", "cosine") or (style == "plateau" and optimizer.lr_decay_iters is not None)
+    if is_bound and optimizer.lr_warmup_iters >= end:
+        happens = "starts at the latest" if style == "plateau" else "has ended"
+        raise usage_error(
+            "--lr-warmup-iters",
+            optimizer.lr_warmup_iters,
+            f"must be below the {end} steps after which the {style} decay {happens}",
+            "shorten the warm-up, raise --train-iters or --lr-decay-iters, or choose --lr-decay-style constant",
+        )
 
 
 def batch_shape(config: RunConfig, world_size: int) -> BatchShape:
@@ -108,26 +150,27 @@ def check_world(config: RunConfig, world_size: int) -> None:
     """Checks that model and batch divide evenly over `world_size` processes.
 
     Raises:
-        UsageError: the processes do not form whole replicas, or heads, feed-forward width or batch do not divide.
+        UsageError: the processes do not form whole replicas, or heads, vectors, units or batch do not divide.
     """
-    model, parallel, training = config.model, config.parallel, config.training
+    parallel, training = config.parallel, config.training
+    _check_shards(config.model, parallel.tensor_model_parallel_size)
+    check_replicas(parallel, world_size)
+    data_parallel_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    unit = data_parallel_size * (training.micro_batch_size or 1)
+    if training.global_batch_size % unit:
+        micro = f" × --micro-batch-size {training.micro_batch_size}" if training.micro_batch_size else ""
+        raise usage_error(
+            "--global-batch-size",
+            training.global_batch_size,
+            f"must be a multiple of {unit} ({data_parallel_size} data-parallel replicas{micro})",
+            f"the next one is {-(-training.global_batch_size // unit) * unit}",
+        )
+
+
+def check_replicas(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of processes that does not form whole replicas."""
     tensor_size = parallel.tensor_model_parallel_size
     replica = tensor_size * parallel.pipeline_model_parallel_size
-    if model.num_attention_heads % tensor_size:
-        legal = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
-        raise usage_error(
-            "--tensor-model-parallel-size",
-            tensor_size,
-            f"must divide --num-attention-heads {model.num_attention_heads}",
-            f"possible are {', '.join(map(str, legal))}",
-        )
-    if model.feed_forward_size % tensor_size:
-        raise usage_error(
-            "--feed-forward-size",
-            model.feed_forward_size,
-            f"must be a multiple of --tensor-model-parallel-size {tensor_size}",
-            f"the next one is {-(-model.feed_forward_size // tensor_size) * tensor_size}",
-        )
     if world_size % replica:
         raise usage_error(
             "--tensor-model-parallel-size",
@@ -137,13 +180,41 @@ def check_world(config: RunConfig, world_size: int) -> None:
             else f"{world_size} processes do not form replicas of {replica}",
             f"start {replica} processes or a multiple of it, or change the size",
         )
-    data_parallel_size = world_size // replica
-    unit = data_parallel_size * (training.micro_batch_size or 1)
-    if training.global_batch_size % unit:
-        micro = f" × --micro-batch-size {training.micro_batch_size}" if training.micro_batch_size else ""
+
+
+def _check_shards(model: ModelConfig, tensor_size: int) -> None:
+    """Everything that tensor parallelism cuts into equal shards divides: heads, and vectors or units of one set."""
+    heads, split = model.num_context_heads, model.variant == "head-split"
+    if heads % tensor_size:
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
         raise usage_error(
-            "--global-batch-size",
-            training.global_batch_size,
-            f"must be a multiple of {unit} ({data_parallel_size} data-parallel replicas{micro})",
-            f"the next one is {-(-training.global_batch_size // unit) * unit}",
+            "--tensor-model-parallel-size",
+            tensor_size,
+            f"must divide {'half of ' if split else ''}--num-attention-heads {model.num_attention_heads}"
+            f"{' with --variant head-split' if split else ''}",
+            f"possible are {', '.join(map(str, legal))}",
+        )
+    for name in ("feed_forward_size", *(("persistent_memory_size",) if model.variant == "single-head" else ())):
+        size = getattr(model, name)
+        if size % tensor_size:
+            raise usage_error(
+                flag(name),
+                size,
+                f"must be a multiple of --tensor-model-parallel-size {tensor_size} with --variant {model.variant}",
+                f"the next one is {-(-size // tensor_size) * tensor_size}",
+            )
+
+
+def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
+    """Checks the model against the vocabulary, once the data is open and before anything is built.
+
+    Raises:
+        UsageError: a cluster of the adaptive input and softmax would hold no word.
+    """
+    if model.cutoffs and model.cutoffs[-1] >= vocab_size:
+        raise usage_error(
+            "--adaptive-cutoffs",
+            model.adaptive_cutoffs,
+            f"each must be below the vocabulary size {vocab_size}, so that every cluster holds words",
+            f"give cut-offs up to {vocab_size - 1}, or leave the flag out",
         )

@@ -7,6 +7,7 @@ import torch
 
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.streams import num_evaluation_blocks
+from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.training.evaluation import evaluate
 from megatron_allattn.training.metrics import per_unit
 from megatron_allattn.training.report import Console, header
@@ -15,20 +16,19 @@ from megatron_allattn.training.session import Session
 
 
 def train(session: Session) -> None:
-    """Run from the session's step to --train-iters, then evaluate and save. Collective."""
-    run, console = session.run, Console(session)
+    """Run from the session's step to the last one, then evaluate. Collective."""
+    run, console, valid = session.run, Console(session), None
     try:
         for line in header(session):
             console.say(line)
-        while session.step < run.training.train_iters:
+        while session.step < session.last_step:
             _step(session, console)
-            last = session.step == run.training.train_iters
-            if run.training.eval_interval and session.step % run.training.eval_interval == 0 and not last:
-                _evaluate(session, console, "valid", session.dataset.valid)
+            valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations up to its step
+            last = session.step == session.last_step
             if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
                 session.save()
                 console.say(f"saved step {session.step} in {run.checkpoint.save}")
-        _finish(session, console)
+        _finish(session, console, valid)
     finally:
         console.close()
 
@@ -45,7 +45,7 @@ def _step(session: Session, console: Console) -> None:
         engine.clear_caches()
     step = session.step + 1
     spans = engine.spans()
-    lr = learning_rate(run.optimizer, run.training.train_iters, step)
+    lr = learning_rate(run.optimizer, run.training.train_iters, step, session.plateau.dropped_at)
     result = engine.train_step(block.inputs, block.targets, step, lr, spans)
     tokens = run.training.global_batch_size * run.training.seq_length
     session.step, session.tokens = step, session.tokens + tokens
@@ -65,23 +65,45 @@ def _step(session: Session, console: Console) -> None:
     console.step(record)
 
 
+def _validate(session: Session, console: Console) -> float | None:
+    """The evaluation on the validation split that is due after this step, if any, and what follows for the rate."""
+    run, loss = session.run, None
+    if _due(session.step, run.training.eval_interval):
+        loss = _evaluate(session, console, "valid", session.dataset.valid)
+    before, session.plateau = session.plateau, session.plateau.after(run.optimizer, session.step, loss)
+    if session.plateau.dropped_at is not None and before.dropped_at is None:
+        lr = learning_rate(run.optimizer, run.training.train_iters, session.step + 1, session.step)
+        why = session.plateau.why_dropped(run.optimizer)
+        record = {"kind": "plateau", "step": session.step, "lr": lr, "best": session.plateau.best}
+        session.metrics.write(record | {"last_step": session.last_step, "reason": why})
+        rest = f"learning rate {lr:.2e} from the next step on, the last step is {session.last_step}"
+        console.say(f"plateau at step {session.step}: {why}; {rest}")
+    return loss
+
+
 def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> float | None:
     """Evaluate a split and return its loss; None where it has no block of every stream (the header says so)."""
     training = session.run.training
     if not num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length):
         return None
-    result = evaluate(session.engine, tokens, training.eval_iters)
+    # One rank's number for all: they must never disagree about what follows from it.
+    result = broadcast_object(evaluate(session.engine, tokens, training.eval_iters), session.engine.groups.world)
     unit = per_unit(result.loss, session.dataset.tokenizer.unit)
     session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})
     console.say(f"{kind} at step {session.step}: loss {result.loss:.4f} | {session.describe_loss(result.loss)}")
     return result.loss
 
 
-def _finish(session: Session, console: Console) -> None:
-    """The last evaluation, on both splits, beside the entropy of single tokens."""
+def _finish(session: Session, console: Console, valid: float | None) -> None:
+    """The last evaluation, on both splits, beside the entropy of single tokens.
+
+    valid: the loss on the validation split, where it was evaluated after the last step already.
+    """
+    if session.run.optimizer.lr_decay_style == "plateau":
+        console.say(session.why_ended)
     entropy, unit = session.dataset.unigram_entropy, session.dataset.tokenizer.unit
-    for kind, tokens in (("valid", session.dataset.valid), ("test", session.dataset.test)):
-        loss = _evaluate(session, console, kind, tokens)
+    for kind, tokens, known in (("valid", session.dataset.valid, valid), ("test", session.dataset.test, None)):
+        loss = _evaluate(session, console, kind, tokens) if known is None else known
         if loss is not None and entropy > 0:
             bits = loss / math.log(2)
             gap = f"{100 * abs(1 - bits / entropy):.1f} % {'below' if bits <= entropy else 'above'}"

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
-from megatron_allattn.config import RunConfig, UsageError, check_world
+from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import PeerFailed, is_lost_peer
@@ -31,13 +31,14 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     except Exception as error:  # a wrong variable is this rank's own: each rank that has one says so
         return report_error(error, first=True)
     try:
-        groups, device = _meet(run, info)
+        check_world(run, info.world_size)
+        groups, device = meet(info, run.parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     try:
         session = open_session(run, explicit, groups, device)
         train(session)
-        _write_outcome(session, "done", "reached --train-iters")
+        _write_outcome(session, "done", session.why_ended)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:
@@ -47,13 +48,14 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
         close_groups()
 
 
-def _meet(run: RunConfig, info: discovery.RankInfo) -> tuple[Groups, torch.device]:
-    """Check the layout against the world and make the process groups."""
-    check_world(run, info.world_size)
+def meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
+    """Choose this rank's device and make the process groups of a layout. Collective.
+
+    Raises ValueError when the layout does not divide the world, LaunchError when the ranks do not meet.
+    """
     device = discovery.select_device(info)
-    seconds = 60 * run.parallel.distributed_timeout_minutes
+    seconds = 60 * parallel.distributed_timeout_minutes
     discovery.initialize(info, seconds, device)
-    parallel = run.parallel
     layout = Layout.from_world(
         info.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )

@@ -70,7 +70,8 @@ def drop_records_after(folder: Path, step: int, *, finished: bool = False) -> in
     kept = [
         record
         for record in records
-        if record["step"] < step or (record["step"] == step and (record["kind"] == "train" or not finished))
+        if record["step"] < step
+        or (record["step"] == step and (record["kind"] in ("train", "plateau") or not finished))
     ]
     if path.exists():
         write_json_lines_atomic(path, kept)

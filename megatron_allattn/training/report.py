@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_allattn.config import ModelConfig, RunConfig
 from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.training.session import Session
@@ -16,21 +17,47 @@ def header(session: Session) -> list[str]:
     run, engine = session.run, session.engine
     model, training, groups = run.model, run.training, engine.groups
     count = count_parameters(engine.network)
-    span = f"{'adaptive span ≤' if model.adaptive_span else 'span'} {model.max_attention_span}"
-    extra = f", feed-forward {model.feed_forward_size}" if model.feed_forward_size else ""
     precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
     rows = {
-        "model": f"{run.recipe or 'custom'}: {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_attention_heads} heads, {model.persistent_memory_size} persistent vectors, {span}{extra}",
+        "model": f"{run.recipe or 'custom'}: {_describe(model)}",
         "parameters": f"{count.total:,}, {100 * count.persistent / count.total:.0f} % in persistent vectors",
         "data": session.dataset.description,
         "layout": f"{groups.world.size} × {engine.device.type}: TP {groups.tensor.size} × DP {groups.data.size}, "
         f"ZeRO {engine.zero_stage}, {precision}, {engine.num_slots} × {engine.micro_batch_size} streams per rank",
         "step": f"{training.global_batch_size} streams × {training.seq_length} tokens = "
-        f"{training.global_batch_size * training.seq_length:,} tokens; {training.train_iters:,} steps",
+        f"{training.global_batch_size * training.seq_length:,} tokens; {_course(run)}",
         "memory": _memory(session),
     }
     return [f"{name:<11} {text}" for name, text in rows.items()] + [f"note        {note}" for note in session.notes]
+
+
+def _describe(model: ModelConfig) -> str:
+    """The network in a line: variant, sizes, what follows the attention, span, vocabulary."""
+    activation = "softmax" if model.variant == "ff-attn" else "ReLU"
+    parts = [
+        model.variant,
+        f"{model.num_layers} layers",
+        f"hidden {model.hidden_size}",
+        f"{model.num_attention_heads} heads",
+        f"{activation} feed-forward {model.feed_forward_size}"
+        if model.feed_forward_size
+        else f"{model.persistent_memory_size} persistent vectors",
+        f"{'adaptive span ≤' if model.adaptive_span else 'span'} {model.max_attention_span}",
+    ]
+    if model.cutoffs:
+        parts.append(f"adaptive vocabulary cut at {', '.join(map(str, model.cutoffs))} (÷ {model.adaptive_div_value})")
+    if not model.untie_embeddings_and_output_weights:
+        parts.append("tied input and output")
+    return ", ".join(parts)
+
+
+def _course(run: RunConfig) -> str:
+    """How many steps, and what ends them."""
+    optimizer, iters = run.optimizer, run.training.train_iters
+    if optimizer.lr_decay_style != "plateau":
+        return f"{iters:,} steps"
+    latest = f" or step {optimizer.lr_decay_iters:,}" if optimizer.lr_decay_iters else ""
+    return f"at most {iters:,} steps, {optimizer.plateau_iters:,} of them after a plateau of validation{latest}"
 
 
 def _memory(session: Session) -> str:
@@ -56,10 +83,12 @@ class Console:
 
     def __init__(self, session: Session) -> None:
         self._session, self._interval = session, session.run.logging.log_interval
-        self._total, self._start = session.run.training.train_iters, session.step
+        self._start = session.step
         self._bar = None
         if session.first_rank and sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, initial=session.step, unit="step", leave=False, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=session.last_step, initial=session.step, unit="step", leave=False, dynamic_ncols=True
+            )
         self._losses: list[float] = []
         self._began = self._last = time.monotonic()
 
@@ -72,23 +101,25 @@ class Console:
     def step(self, record: dict[str, Any]) -> None:
         """Tell of a training record: every interval, and at the last step."""
         self._losses.append(record["loss"])
+        total = self._session.last_step
         if self._bar is not None:
+            self._bar.total = total  # a plateau sets it
             self._bar.update(1)
             self._bar.set_postfix_str(f"loss {record['loss']:.4f}")
         step = record["step"]
-        if step % self._interval == 0 or step == self._total:
-            self.say(self._line(record))
+        if step % self._interval == 0 or step == total:
+            self.say(self._line(record, total))
 
-    def _line(self, record: dict[str, Any]) -> str:
+    def _line(self, record: dict[str, Any], total: int) -> str:
         now, step = time.monotonic(), record["step"]
         loss, count = sum(self._losses) / len(self._losses), len(self._losses)
         training = self._session.run.training
         rate = count * training.global_batch_size * training.seq_length / (now - self._last)
-        left = (now - self._began) / (step - self._start) * (self._total - step)
+        left = (now - self._began) / (step - self._start) * (total - step)
         self._losses, self._last = [], now
         unit = self._session.describe_loss(loss)
         return (
-            f"step {step:>{len(str(self._total))}}/{self._total} | loss {loss:.4f} | {unit} | lr {record['lr']:.2e} | "
+            f"step {step:>{len(str(total))}}/{total} | loss {loss:.4f} | {unit} | lr {record['lr']:.2e} | "
             f"grad norm {record['grad_norm']:.3g} | span {record['span_mean']:.0f} (max {record['span_max']:.0f}) | "
             f"{rate:,.0f} tokens/s | {clock(left)} left"
         )

@@ -1,20 +1,23 @@
-"""The learning rate of every step, a function of the step alone."""
+"""The learning rate of every step: a function of the step and, for a plateau, of when it was reached."""
 
 import math
 
 from megatron_allattn.config import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, train_iters: int, step: int) -> float:
+def learning_rate(config: OptimizerConfig, train_iters: int, step: int, dropped_at: int | None = None) -> float:
     """The rate of update number `step` (from 1).
 
     Linear warm-up to --lr over --lr-warmup-iters steps; then constant, or down to --min-lr along a line or half a
-    cosine that ends at --lr-decay-iters (--train-iters if left out) and stays there.
+    cosine that ends at --lr-decay-iters (--train-iters if left out) and stays there, or, with a plateau, a tenth of
+    --lr in the steps after `dropped_at` (`training.plateau` finds it; None while it is not known).
     """
     if step < config.lr_warmup_iters:
         return config.lr * step / config.lr_warmup_iters
     if config.lr_decay_style == "constant":
         return config.lr
+    if config.lr_decay_style == "plateau":
+        return config.lr if dropped_at is None or step <= dropped_at else config.lr / 10
     end = config.lr_decay_iters or train_iters
     done = min(1.0, (step - config.lr_warmup_iters) / (end - config.lr_warmup_iters))
     left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

@@ -5,7 +5,7 @@ Each step that may fail on some ranks only is agreed on by all, so that one line
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +15,7 @@ import torch
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.config import RunConfig, UsageError, usage_error
-from megatron_allattn.config.errors import flag
+from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
@@ -26,7 +25,9 @@ from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
-from megatron_allattn.training.metrics import Metrics, check_sinks, drop_records_after, per_unit
+from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
+from megatron_allattn.training.plateau import Plateau
+from megatron_allattn.training.resume import check_resume, find_checkpoint, is_converted, trim_metrics
 
 T = TypeVar("T")
 
@@ -43,6 +44,17 @@ class Session:
     notes: list[str]
     step: int = 0
     tokens: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends, as far as is known now."""
+        return self.plateau.last_step(self.run.optimizer, self.run.training.train_iters)
+
+    @property
+    def why_ended(self) -> str:
+        """Why the run is over once its last step is done."""
+        return self.plateau.why_ended(self.run.optimizer, self.run.training.train_iters)
 
     @property
     def first_rank(self) -> bool:
@@ -63,6 +75,7 @@ class Session:
             "data_sha256": self.dataset.fingerprint,
             "data": self.streams.state(),
             "cached_length": self.engine.slots[0].length,
+            "plateau": asdict(self.plateau),
             "versions": {
                 "megatron_allattn": __version__,
                 "python": platform.python_version(),
@@ -74,6 +87,19 @@ class Session:
         """Write a checkpoint of the last step done."""
         assert self.run.checkpoint.save is not None
         save.save(self.run.checkpoint.save, self.step, self.engine, self.state())
+
+    def resume(self, step_folder: Path) -> None:
+        """Go on from a checkpoint that `check_resume` has accepted. Collective."""
+        state = save.read_state(step_folder)
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.plateau = Plateau(**(state.get("plateau") or {}))
+        self.notes.append(f"resumed from {step_folder}")
+        if is_converted(state):
+            self.notes.append("it was converted: the streams start at the beginning of the data with empty caches")
+            save.load(step_folder, self.engine, None)
+            return
+        agree(lambda: self.streams.load_state(state["data"]), self.engine.groups.world, exit_code)
+        save.load(step_folder, self.engine, state["cached_length"])
 
 
 def exit_code(error: BaseException) -> int:
@@ -90,6 +116,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     agreed(lambda: _check_precision(run, device))
     agreed(lambda: check_sinks(run.logging))
     dataset = agreed(lambda: open_dataset(run.data, explicit))
+    agreed(lambda: check_vocabulary(run.model, dataset.tokenizer.vocab_size))
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
     )
@@ -98,7 +125,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
-    source = agreed(lambda: _find_checkpoint(run) if groups.rank == 0 else None)
+    source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
     if step_folder is not None:
         agreed(lambda: check_resume(run, dataset, step_folder))
@@ -114,10 +141,11 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     if engine.zero_stage != run.parallel.zero_stage:
         session.notes.append(f"half precision at ZeRO {run.parallel.zero_stage} runs as ZeRO {engine.zero_stage}")
     if step_folder is not None:
-        _resume(session, step_folder)
+        session.resume(step_folder)
     elif run.checkpoint.load is not None:
         session.notes.append(f"no checkpoint in {run.checkpoint.load} yet: starting from step 0")
-    session.notes += agreed(lambda: _trim_metrics(session) if groups.rank == 0 else [])
+    own = run.checkpoint.save if groups.rank == 0 else None
+    session.notes += agreed(lambda: trim_metrics(own, session.step, session.last_step))
     return session
 
 
@@ -161,49 +189,6 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
     return notes
 
 
-def _find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
-    """The newest intact step of --load; None where --load is --save and nothing has been saved: the run begins."""
-    load, own = run.checkpoint.load, run.checkpoint.save
-    if load is None:
-        return None, []
-    if own is not None and own.absolute() == load.absolute() and not folder.has_saved(load):
-        return None, []
-    return folder.find_latest(load, check_bytes=True)
-
-
-_FIXED = {
-    "model": None,  # every field
-    "optimizer": None,
-    "training": ("seq_length", "global_batch_size", "seed", "bf16", "fp16"),
-}
-
-
-def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
-    """Refuse to go on with another model, other data or another schedule. Raises UsageError listing both values."""
-    state = save.read_state(step_folder)
-    then, now = RunConfig.from_dict(state["config"]).to_dict(), run.to_dict()
-    for section, names in _FIXED.items():
-        for name in names or now[section]:
-            if now[section][name] != then[section][name]:
-                rule = f"{step_folder} was trained with {then[section][name]}"
-                raise usage_error(flag(name), now[section][name], rule, "resume with the same value or start a new run")
-    implied_end = run.optimizer.lr_decay_style != "constant" and run.optimizer.lr_decay_iters is None
-    if implied_end and run.training.train_iters != then["training"]["train_iters"]:
-        rule = f"the decay of {step_folder} ends at {then['training']['train_iters']}"
-        fix = "resume with the same value; a run that may be prolonged sets --lr-decay-iters"
-        raise usage_error("--train-iters", run.training.train_iters, rule, fix)
-    for what, found, kept in (
-        ("vocabulary size", dataset.tokenizer.vocab_size, state["vocab_size"]),
-        ("tokenizer", dataset.tokenizer.fingerprint, state["tokenizer_sha256"]),
-        ("data", dataset.fingerprint, state["data_sha256"]),
-    ):
-        if found != kept:
-            raise UsageError(
-                f"--data-path {run.data.data_path}: its {what} is {found}, {step_folder} was trained with {kept}; "
-                "resume with the same data"
-            )
-
-
 def _prepare_run_folder(run: RunConfig) -> None:
     """Make the run folder, unless it holds another run."""
     run_folder = run.checkpoint.save
@@ -216,19 +201,3 @@ def _prepare_run_folder(run: RunConfig) -> None:
     folder.prepare_run_folder(run_folder)
     (run_folder / "outcome.json").unlink(missing_ok=True)  # of an earlier start; this one has none yet
     write_json_atomic(run_folder / "config.json", run.to_dict())
-
-
-def _resume(session: Session, step_folder: Path) -> None:
-    state = save.read_state(step_folder)
-    session.step, session.tokens = state["step"], state["tokens"]
-    agree(lambda: session.streams.load_state(state["data"]), session.engine.groups.world, exit_code)
-    save.load(step_folder, session.engine, state["cached_length"])
-    session.notes.append(f"resumed from {step_folder}")
-
-
-def _trim_metrics(session: Session) -> list[str]:
-    """Drop the records that will be made again; says so."""
-    run_folder = session.run.checkpoint.save
-    finished = session.step >= session.run.training.train_iters
-    dropped = drop_records_after(run_folder, session.step, finished=finished) if run_folder is not None else 0
-    return [f"metrics.jsonl: records after step {session.step} are made again (dropped {dropped})"] if dropped else []

@@ -331,6 +331,20 @@ def test_resume_on_data_of_another_vocabulary(place: Place) -> None:
     )
 
 
+def test_clusters_beyond_the_vocabulary(place: Place) -> None:
+    flags = ["--adaptive-cutoffs", "20,256", "--save", "new"]
+    line = place.refused(*TRAIN, *DATA, *flags, ranks=2)
+    assert line.startswith("--adaptive-cutoffs 20,256: each must be below the vocabulary size 256")
+
+
+def test_a_plateau_without_a_validation_split(place: Place) -> None:
+    """A validation split shorter than one block of every stream could never be evaluated."""
+    flags = ["--lr-decay-style", "plateau", "--eval-interval", "1", "--seq-length", "1000", "--global-batch-size", "2"]
+    tiny = TINY[: TINY.index("--seq-length")]
+    line = place.refused(*tiny, *DATA, *flags, "--train-iters", "2", "--save", "new")
+    assert line.startswith("--eval-interval 1: the valid split has ")
+
+
 def test_float16_without_a_gpu(place: Place) -> None:
     line = place.refused(*TRAIN, *DATA, "--fp16", "--tensor-model-parallel-size", "2", "--save", "new", ranks=2)
     assert line == "--fp16 True: DeepSpeed trains in float16 on GPUs only; use --bf16 or neither"

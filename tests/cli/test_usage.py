@@ -51,7 +51,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     [
         (["--help"], 0, "usage: pretrain.py"),
         (["--recipe", "enwik8-small", "-h"], 0, "usage: pretrain.py"),
-        (["--recipe", "list"], 0, "demo "),
+        (["--recipe", "list"], 0, "recipe "),
         (["--num-layer", "2"], 2, ""),
     ],
 )
@@ -70,9 +70,11 @@ def test_help_names_every_flag_of_the_documented_interface() -> None:
 
 
 def test_recipe_list_is_a_table_of_names_and_descriptions() -> None:
-    lines = run("pretrain.py", "--recipe", "list").stdout.splitlines()
+    header, *lines = run("pretrain.py", "--recipe", "list").stdout.splitlines()
+    assert header.startswith("recipe ")
     assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert "39M parameters" in lines[1]
+    numbers = ["38.5M", "49", "%", "32,768", "8"]
+    assert lines[1].split(maxsplit=6)[1:] == [*numbers, RECIPES["enwik8-small"].about]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,24 @@ def run(**values: Any) -> RunConfig:
         ({"optimizer": "adagrad"}, "--adam-eps", "--adam-eps 1e-08: has no effect with --optimizer adagrad"),
         ({"min_lr": 1e-5}, "--min-lr", "--min-lr 1e-05: has no effect with --lr-decay-style constant"),
         ({"lr_decay_iters": 9}, "--lr-decay-iters", "--lr-decay-iters 9: has no effect with --lr-decay-style constant"),
+        (
+            {"min_lr": 1e-5, "lr_decay_style": "plateau", "eval_interval": 5},
+            "--min-lr",
+            "--min-lr 1e-05: has no effect with --lr-decay-style plateau: the rate ends at a tenth of --lr",
+        ),
+        (
+            {"lr_decay_iters": 80, "train_iters": 80, "lr_decay_style": "plateau", "eval_interval": 5},
+            "--lr-decay-iters",
+            "--lr-decay-iters 80: has no effect: the run ends before the rate drops; give a step below --train-iters",
+        ),
+        ({"plateau_patience": 3}, "--plateau-patience", "--plateau-patience 3: has no effect without --lr-decay-style"),
+        ({"plateau_threshold": 0.0}, "--plateau-threshold", "--plateau-threshold 0.0: has no effect without --lr-"),
+        (
+            {"plateau_iters": 9, "lr_decay_style": "cosine"},
+            "--plateau-iters",
+            "--plateau-iters 9: has no effect without --lr-decay-style plateau; leave it out or add that",
+        ),
+        ({}, "--adaptive-div-value", "--adaptive-div-value 4: has no effect without --adaptive-cutoffs"),
         ({"save_interval": 5}, "--save-interval", "--save-interval 5: has no effect without --save"),
     ],
 )
@@ -53,6 +71,24 @@ def test_the_same_flags_are_accepted_where_they_act() -> None:
     flags = {"--span-loss", "--span-ramp", "--adam-beta1", "--adam-eps", "--min-lr", "--lr-decay-iters"}
     config = run(lr_decay_style="linear", min_lr=1e-5, lr_decay_iters=50, save="d", save_interval=5)
     check_run(config, frozenset(flags | {"--save-interval"}))
+
+
+def test_a_plateau_is_seen_by_evaluations() -> None:
+    flags = frozenset({"--plateau-patience", "--plateau-threshold", "--plateau-iters", "--lr-decay-iters"})
+    check_run(run(lr_decay_style="plateau", eval_interval=5, lr_decay_iters=70, train_iters=80), flags)
+    with pytest.raises(UsageError) as caught:
+        check_run(run(lr_decay_style="plateau"), frozenset())
+    assert str(caught.value) == (
+        "--lr-decay-style plateau: follows the evaluations on the validation split, and --eval-interval is 0; "
+        "add --eval-interval or choose another style"
+    )
+
+
+def test_a_plateau_may_come_at_any_time_after_the_warm_up() -> None:
+    """Without a latest step the warm-up may be longer than the run, as with a constant rate."""
+    check_run(run(lr_decay_style="plateau", eval_interval=5, lr_warmup_iters=50, train_iters=30), frozenset())
+    with pytest.raises(UsageError, match=r"^--lr-warmup-iters 50: must be below the 50 steps after which the plateau"):
+        check_run(run(lr_decay_style="plateau", eval_interval=5, lr_warmup_iters=50, lr_decay_iters=50), frozenset())
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
@@ -131,7 +167,31 @@ def test_batch_shape_covers_the_global_batch(
                 "tensor_model_parallel_size": 4,
             },
             4,
-            "--feed-forward-size 50: must be a multiple of --tensor-model-parallel-size 4; the next one is 52",
+            "--feed-forward-size 50: must be a multiple of --tensor-model-parallel-size 4 with --variant transformer; "
+            "the next one is 52",
+        ),
+        (
+            {
+                "variant": "ff-attn",
+                "feed_forward_size": 50,
+                "persistent_memory_size": 0,
+                "tensor_model_parallel_size": 4,
+            },
+            4,
+            "--feed-forward-size 50: must be a multiple of --tensor-model-parallel-size 4 with --variant ff-attn; "
+            "the next one is 52",
+        ),
+        (
+            {"variant": "single-head", "persistent_memory_size": 9, "tensor_model_parallel_size": 2},
+            2,
+            "--persistent-memory-size 9: must be a multiple of --tensor-model-parallel-size 2 with --variant "
+            "single-head; the next one is 10",
+        ),
+        (
+            {"variant": "head-split", "num_attention_heads": 8, "tensor_model_parallel_size": 8},
+            8,
+            "--tensor-model-parallel-size 8: must divide half of --num-attention-heads 8 with --variant head-split; "
+            "possible are 1, 2, 4",
         ),
     ],
 )
@@ -141,3 +201,8 @@ def test_what_does_not_divide_over_the_processes_is_refused(
     with pytest.raises(UsageError) as caught:
         check_world(run(**values), world_size)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("variant", ["all-attn", "attn-split", "head-split"])
+def test_vectors_of_heads_need_not_divide(variant: str) -> None:
+    check_world(run(variant=variant, persistent_memory_size=9, tensor_model_parallel_size=2), 2)

@@ -39,7 +39,11 @@ from megatron_allattn.config import (
         (ModelConfig, {"attention_dropout": 1.0}, "--attention-dropout 1.0: must be at least 0 and below 1"),
         (ModelConfig, {"embedding_dropout": -0.1}, "--embedding-dropout -0.1: must be at least 0 and below 1"),
         (ModelConfig, {"position_values": "both"}, "--position-values both: must be one of none, shared"),
-        (ModelConfig, {"feed_forward_size": 8}, "--feed-forward-size 8: --variant all-attn has no feed-forward sublayer"),
+        (
+            ModelConfig,
+            {"feed_forward_size": 8},
+            "--feed-forward-size 8: --variant all-attn has no feed-forward sublayer",
+        ),
         (ModelConfig, {"variant": "transformer"}, "--variant transformer: its feed-forward sublayer has no width"),
         (
             ModelConfig,
@@ -67,7 +71,11 @@ from megatron_allattn.config import (
             "--min-lr 0.001: must not exceed --lr 0.0001",
         ),
         (DataConfig, {"vocab_size": 0}, "--vocab-size 0: must be at least 1"),
-        (DataConfig, {"tokenizer_type": "bpe"}, "--tokenizer-type bpe: must be one of byte, char, word, sentencepiece, null"),
+        (
+            DataConfig,
+            {"tokenizer_type": "bpe"},
+            "--tokenizer-type bpe: must be one of byte, char, word, sentencepiece, null",
+        ),
         (DataConfig, {"tokenizer_model": ""}, "--tokenizer-model '': must be a path"),
         (TrainingConfig, {"seq_length": 0}, "--seq-length 0: must be at least 1"),
         (TrainingConfig, {"seed": -1}, "--seed -1: must be at least 0"),

@@ -1,12 +1,14 @@
 """Parameters and memory, by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.config.recipes import RECIPES
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
+from megatron_allattn.model.accounting import cache_bytes, count_by_part, count_parameters, state_bytes
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE, Group
 
@@ -34,6 +36,25 @@ def test_a_shard_counts_its_own_and_the_logical_total() -> None:
     layer = 4 * 8 * 8 // 2 + 1 + 2 * 8 + 2 * 5 * 4
     assert found.total == count(CONFIG, 11).total
     assert found.local == 6 * 8 + 4 * 7 + 3 * layer + 6 * 8 + 6  # 11 rows are 6 + 5 and one of padding
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parts_of_an_adaptive_vocabulary_by_hand(tied: bool) -> None:
+    """11 words cut into 3, 4 and 4, of widths 8, 4 and 2; one rank of two holds 2, 2 and 2 of them and one tail."""
+    model = replace(CONFIG, adaptive_cutoffs="3,7", adaptive_div_value=2, untie_embeddings_and_output_weights=not tied)
+    with torch.device("meta"):
+        parts = count_by_part(Network(model, 11, Group((0, 1), 0, None), FusedOps("torch")))
+    tables, shards = [(3 * 8, 8 * 8), (4 * 4, 8 * 4), (4 * 2, 8 * 2)], [2 * 8, 2 * 4, 2 * 2]
+    for k, ((words, projection), shard) in enumerate(zip(tables, shards, strict=True)):
+        found, bias = parts[f"embedding.cluster{k}"], parts[f"output.cluster{k}"]
+        assert (found.total, found.local) == (words + projection, shard + projection)
+        own = 0 if tied else words + projection
+        assert (bias.total, bias.local) == (own + (3, 4, 4)[k], (0 if tied else shard + projection) + 2)
+    assert (parts["output.cluster_logits"].total, parts["output.cluster_logits"].local) == (2 * 9, 9)
+    assert (parts["position"].total, parts["layers"].persistent) == (4 * 7, 240)
+    with torch.device("meta"):
+        whole = count_parameters(Network(model, 11, ALONE, FusedOps("torch")))
+    assert sum(part.total for part in parts.values()) == whole.total
 
 
 @pytest.mark.parametrize(("recipe", "vocab_size", "millions"), [

@@ -1,6 +1,7 @@
 """Initial weights: their distributions, that no layout changes them, and loading."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ TRANSFORMER = ModelConfig(
     variant="transformer",
     feed_forward_size=256,
 )
+ADAPTIVE = replace(ALL_ATTENTION, adaptive_cutoffs="20,60", adaptive_div_value=2)
+TIED = {"untie_embeddings_and_output_weights": False}
 
 
 def weights_of(config: ModelConfig, seed: int, group: Group = ALONE) -> dict[str, torch.Tensor]:
@@ -76,6 +79,29 @@ def test_distributions_of_the_feed_forward_sublayer() -> None:
     assert_uniform(weights["layers.1.ff.out.bias"], 1 / math.sqrt(256))
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_distributions_of_an_adaptive_vocabulary(tied: bool) -> None:
+    weights = weights_of(replace(ADAPTIVE, **(TIED if tied else {})), 7)
+    for k, width in enumerate((64, 32, 16)):
+        bound = 1 / math.sqrt(width)
+        assert_normal(weights[f"embedding.cluster{k}.weight"], 1.0)
+        assert_uniform(weights[f"embedding.cluster{k}.projection"], bound)
+        assert_uniform(weights[f"output.cluster{k}.bias"], bound)
+        assert (f"output.cluster{k}.weight" in weights) is not tied
+        if not tied:
+            assert_uniform(weights[f"output.cluster{k}.weight"], bound)
+            assert_uniform(weights[f"output.cluster{k}.projection"], bound)
+    assert_uniform(weights["output.cluster_logits.weight"], 1 / math.sqrt(64))
+    assert_uniform(weights["output.cluster_logits.bias"], 1 / math.sqrt(64))
+
+
+def test_a_tied_vocabulary_starts_from_the_embedding() -> None:
+    weights = weights_of(replace(ALL_ATTENTION, **TIED), 7)
+    assert "output.weight" not in weights
+    assert_normal(weights["embedding.weight"], 1.0)
+    assert_uniform(weights["output.bias"], 1 / math.sqrt(64))
+
+
 def test_tensors_are_independent_of_each_other_and_decided_by_the_seed() -> None:
     weights, again, other = (weights_of(ALL_ATTENTION, seed) for seed in (7, 7, 8))
     assert all(torch.equal(weights[name], again[name]) for name in weights)
@@ -87,8 +113,18 @@ def test_tensors_are_independent_of_each_other_and_decided_by_the_seed() -> None
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("config", [ALL_ATTENTION, TRANSFORMER], ids=["all-attention", "transformer"])
-def test_shards_of_every_layout_join_to_the_same_weights(config: ModelConfig, size: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "num_sharded"),
+    [
+        (ALL_ATTENTION, 17),
+        (TRANSFORMER, 19),
+        (ADAPTIVE, 14 + 3 + 6 + 2),  # all but projections: the layers', E_k of the input, E_k and b_k, C and c
+        (replace(ADAPTIVE, **TIED), 14 + 3 + 3 + 2),
+        (replace(ALL_ATTENTION, **TIED), 16),
+    ],
+    ids=["all-attention", "transformer", "adaptive", "adaptive tied", "tied"],
+)
+def test_shards_of_every_layout_join_to_the_same_weights(config: ModelConfig, num_sharded: int, size: int) -> None:
     single = weights_of(config, 3)
     groups = [Group(ranks=tuple(range(size)), rank=rank, handle=None) for rank in range(size)]
     networks = [Network(config, VOCABULARY, group, FusedOps("torch")) for group in groups]
@@ -101,10 +137,11 @@ def test_shards_of_every_layout_join_to_the_same_weights(config: ModelConfig, si
         if logical.shard_dim is None:
             assert all(torch.equal(parameter, single[logical.name]) for _, parameter in parts)
         sharded += logical.shard_dim is not None
-    assert sharded == (17 if config is ALL_ATTENTION else 19)
-    # 101 rows over 2 or 4 ranks: the last rank has padding, and it is zero
-    last = networks[-1].output.weight
-    padding = size * last.shape[0] - VOCABULARY
+    assert sharded == num_sharded
+    # 101 rows (41 of an adaptive vocabulary's last cluster) over 2 or 4 ranks: the last rank has padding, which is zero
+    output = networks[-1].output
+    last, rows = (output.weight(2), 41) if config.cutoffs else (output.weight, VOCABULARY)
+    padding = size * last.shape[0] - rows
     assert padding == {2: 1, 4: 3}[size]
     assert last[-padding:].count_nonzero() == 0
 

@@ -48,8 +48,8 @@ def slot_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> CacheSlo
     return CacheSlot(config.num_layers, BATCH, config.hidden_size, dtype, CPU)
 
 
-def logits_of(network: Network, segments: list[Tensor], slot: CacheSlot, window: int) -> Tensor:
-    """Logits of all segments, one after the other, the cache committed after each."""
+def log_probs_of(network: Network, segments: list[Tensor], slot: CacheSlot, window: int) -> Tensor:
+    """Log-probabilities of all segments, one after the other, the cache committed after each."""
     windows = (window,) * network.config.num_layers
     outputs = []
     for segment in segments:
@@ -67,8 +67,8 @@ def test_segments_with_a_cache_equal_one_pass(lengths: list[int], span: int, ada
     config = replace(CONFIG, max_attention_span=span, adaptive_span=adaptive, empty_cache=empty_cache)
     network, text = build(config), tokens(sum(lengths))
     once, parts = slot_of(config), slot_of(config)
-    expected = logits_of(network, [text], once, span)
-    found = logits_of(network, list(text.split(lengths, dim=1)), parts, span)
+    expected = log_probs_of(network, [text], once, span)
+    found = log_probs_of(network, list(text.split(lengths, dim=1)), parts, span)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for layer in range(config.num_layers):
         torch.testing.assert_close(parts.read(layer), once.read(layer), rtol=1e-12, atol=1e-12)
@@ -77,8 +77,8 @@ def test_segments_with_a_cache_equal_one_pass(lengths: list[int], span: int, ada
 def test_segments_equal_one_pass_in_float32() -> None:
     config = replace(CONFIG, max_attention_span=64, hidden_size=32, num_attention_heads=4, persistent_memory_size=16)
     network, text = build(config, torch.float32), tokens(80)
-    expected = logits_of(network, [text], slot_of(config, torch.float32), 64)
-    found = logits_of(network, list(text.split([40, 40], dim=1)), slot_of(config, torch.float32), 64)
+    expected = log_probs_of(network, [text], slot_of(config, torch.float32), 64)
+    found = log_probs_of(network, list(text.split([40, 40], dim=1)), slot_of(config, torch.float32), 64)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=5e-6)
 
 
@@ -86,7 +86,7 @@ def test_segments_equal_one_pass_in_float32() -> None:
 def test_the_cache_holds_the_last_hidden_states_in_order_and_detached(lengths: list[int]) -> None:
     network, text = build(CONFIG), tokens(sum(lengths))
     slot = slot_of(CONFIG)
-    logits_of(network, list(text.split(lengths, dim=1)), slot, 6)
+    log_probs_of(network, list(text.split(lengths, dim=1)), slot, 6)
     embedded = F.embedding(text, network.embedding.weight)
     assert torch.equal(slot.read(0), embedded[:, -6:])
     assert not any(slot.read(layer).requires_grad for layer in range(2))
@@ -96,7 +96,7 @@ def test_the_cache_holds_the_last_hidden_states_in_order_and_detached(lengths: l
 def test_a_forward_pass_reads_the_same_cache_until_it_is_committed() -> None:
     network, text = build(CONFIG), tokens(10)
     slot, windows = slot_of(CONFIG), (6, 6)
-    logits_of(network, [text[:, :5]], slot, 6)
+    log_probs_of(network, [text[:, :5]], slot, 6)
     context = BlockContext(windows=windows, cache=slot, dropout_keys=None)
     first, again = network(text[:, 5:], context), network(text[:, 5:], context)
     assert torch.equal(first, again)
@@ -106,10 +106,10 @@ def test_a_window_that_grows_finds_what_it_needs_in_the_cache() -> None:
     config = replace(CONFIG, max_attention_span=200, span_ramp=4)
     network, text = build(config), tokens(220)
     slot = slot_of(config)
-    logits_of(network, [text[:, :150]], slot, 8)
+    log_probs_of(network, [text[:, :150]], slot, 8)
     assert slot.read(0).shape == (BATCH, 72, 8)  # the window and one chunk of 64 more
     assert torch.equal(slot.read(0), F.embedding(text, network.embedding.weight)[:, 78:150])
-    logits_of(network, [text[:, 150:]], slot, 72)
+    log_probs_of(network, [text[:, 150:]], slot, 72)
     assert slot.read(1).shape == (BATCH, 136, 8)
 
 

@@ -172,6 +172,15 @@ def test_last_evaluations_are_made_again_only_when_no_step_is_left(tmp_path: Pat
     assert lines(tmp_path) == records[:6]
 
 
+def test_a_plateau_at_the_last_step_is_not_made_again(tmp_path: Path) -> None:
+    """It is part of what the checkpoint of that step knows."""
+    records = [{"kind": kind, "step": 5} for kind in ("train", "valid", "plateau", "test")]
+    for record in records:
+        Metrics(tmp_path, None, {}).write(record)
+    drop_records_after(tmp_path, 5, finished=True)
+    assert lines(tmp_path) == [records[0], records[2]]
+
+
 def test_a_run_without_records_gets_no_file(tmp_path: Path) -> None:
     assert drop_records_after(tmp_path, 2) == 0
     assert list(tmp_path.iterdir()) == []

@@ -4,13 +4,14 @@ import io
 import re
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from megatron_allattn.config import LoggingConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_allattn.config import LoggingConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network
@@ -27,10 +28,10 @@ RUN = RunConfig(
 )
 
 
-def session(step: int = 0, *, first_rank: bool = True) -> Session:
+def session(step: int = 0, *, first_rank: bool = True, last_step: int = 10) -> Session:
     """Only what the console looks at."""
     parts = {"run": RUN, "first_rank": first_rank, "step": step, "describe_loss": lambda loss: f"bpc {loss / 2:.4f}"}
-    return cast(Session, SimpleNamespace(**parts))
+    return cast(Session, SimpleNamespace(**parts, last_step=last_step))
 
 
 def record(step: int, loss: float) -> dict[str, Any]:
@@ -73,6 +74,16 @@ def test_a_resumed_run_counts_its_own_steps_and_tells_the_last(
     assert re.search(r"step 10/10 \| loss 3\.0000 .* 64 tokens/s \| 0m00s left", capsys.readouterr().out)
 
 
+def test_a_plateau_changes_the_last_step(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
+    run = session(step=0)
+    console = Console(run)
+    run.last_step = 3  # type: ignore[misc]  (a property of the real one)
+    for step in (1, 2, 3):
+        seconds[0] += 1
+        console.step(record(step, 4.0))
+    assert [line.split(" |")[0] for line in capsys.readouterr().out.splitlines()] == ["step 2/3", "step 3/3"]
+
+
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(session(first_rank=False))
     console.say("hello")
@@ -111,22 +122,67 @@ def test_clock() -> None:
     assert found == ["0m00s", "0m09s", "1m00s", "1m30s", "1h00m", "1h01m", "100h00m"]
 
 
+def header_of(run: RunConfig) -> list[str]:
+    fused = FusedOps("torch")
+    network = Network(run.model, 256, ALONE, fused)
+    engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float32, fused)
+    dataset = SimpleNamespace(description="some text")
+    return header(cast(Session, SimpleNamespace(run=run, engine=engine, dataset=dataset, notes=["one", "two"])))
+
+
 def test_header_says_what_runs() -> None:
     """27,528 = 2 layers × (4 · 32² projections + 2 · 4 · 16 · 8 persistent + 4 spans + 2 · 32 norm) + 64 · 8 positions
     + 256 · 32 embedding + 256 · 33 output; 2 · 1024 of them are persistent vectors.
     """
-    run, fused = RUN, FusedOps("torch")
-    network = Network(run.model, 256, ALONE, fused)
-    engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float32, fused)
-    dataset = SimpleNamespace(description="some text")
-    rows = header(cast(Session, SimpleNamespace(run=run, engine=engine, dataset=dataset, notes=["one", "two"])))
+    rows = header_of(RUN)
     assert rows[:3] == [
-        "model       custom: 2 layers, hidden 32, 4 heads, 16 persistent vectors, adaptive span ≤ 64",
+        "model       custom: all-attn, 2 layers, hidden 32, 4 heads, 16 persistent vectors, adaptive span ≤ 64",
         "parameters  27,528, 7 % in persistent vectors",
         "data        some text",
     ]
     assert rows[3].startswith("layout      1 × cpu: TP 1 × DP 1, ZeRO 0, fp32, ")
-    assert rows[4].startswith("step        4 streams × 32 tokens = 128 tokens")
+    assert rows[4] == "step        4 streams × 32 tokens = 128 tokens; 10 steps"
     # Adam: weights, gradients and two moments of 4 bytes each; 0.42 MiB
     assert rows[5].startswith(f"memory      {27_528 * 16 / 2**20:.1f} MiB of weights, gradients and optimizer, ")
     assert rows[6:] == ["note        one", "note        two"]
+
+
+SMALL = {"num_layers": 1, "hidden_size": 32, "max_attention_span": 64}
+FORWARD = {"persistent_memory_size": 0, "feed_forward_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            ModelConfig(**SMALL, **FORWARD, variant="transformer", adaptive_span=False),  # type: ignore[arg-type]
+            "custom: transformer, 1 layers, hidden 32, 4 heads, ReLU feed-forward 128, span 64",
+        ),
+        (
+            ModelConfig(**SMALL, **FORWARD, variant="ff-attn"),  # type: ignore[arg-type]
+            "custom: ff-attn, 1 layers, hidden 32, 4 heads, softmax feed-forward 128, adaptive span ≤ 64",
+        ),
+        (
+            ModelConfig(
+                **SMALL,  # type: ignore[arg-type]
+                variant="head-split",
+                adaptive_cutoffs="20,90",
+                untie_embeddings_and_output_weights=False,
+            ),
+            "custom: head-split, 1 layers, hidden 32, 4 heads, 256 persistent vectors, adaptive span ≤ 64, "
+            "adaptive vocabulary cut at 20, 90 (÷ 4), tied input and output",
+        ),
+    ],
+)
+def test_header_names_the_variant_and_the_vocabulary(model: ModelConfig, words: str) -> None:
+    assert header_of(replace(RUN, model=model))[0] == f"model       {words}"
+
+
+def test_header_says_what_ends_a_run_at_a_plateau() -> None:
+    optimizer = OptimizerConfig(lr_decay_style="plateau", plateau_iters=20_000)
+    training = replace(RUN.training, train_iters=900_000, eval_interval=1000)
+    run = replace(RUN, optimizer=optimizer, training=training)
+    words = "128 tokens; at most 900,000 steps, 20,000 of them after a plateau of validation"
+    assert header_of(run)[4].endswith(words)
+    latest = replace(run, optimizer=replace(optimizer, lr_decay_iters=150_000))
+    assert header_of(latest)[4].endswith(f"{words} or step 150,000")

@@ -1,0 +1,329 @@
+"""tools/convert_checkpoint.py: both directions, what other tools and training make of the result, one-line errors."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_allattn.checkpoint import adaptive_span, save
+from megatron_allattn.checkpoint.conversion import read_run
+from megatron_allattn.checkpoint.inspect import inspect
+from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_allattn.data.indexed import IndexedWriter
+from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.inference.model import load_model
+from megatron_allattn.inference.scoring import score
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.initialization import initialize
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.groups import Groups, single_process_groups
+from tests.support.checkpoints import read_tensors
+from tests.support.pool import ROOT, WorkerPools
+from tests.support.span_files import SHAPES, assert_equal, content
+from tests.support.trajectories import groups_of
+from tests.support.warm import warm
+
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+CASES = ROOT / "tests/data/reference"
+CHAR, WORD = CASES / "adaptive_span_char.pt", CASES / "adaptive_span_word.pt"
+CPU = torch.device("cpu")
+FROM, TO = ("--from", "adaptive-span"), ("--to", "adaptive-span")
+
+Tool = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    """The tool in this process: (exit code, stdout, stderr)."""
+    main = runpy.run_path(str(TOOL))["main"]
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "adaptive_span_char", "adaptive_span_word"])
+def test_there_and_back(tool: Tool, tmp_path: Path, name: str) -> None:
+    path = CASES / f"{name}.pt"
+    if name in SHAPES:
+        torch.save(content(SHAPES[name]), path := tmp_path / "a.pt")
+    code, output, errors = tool(*FROM, path, "--output", tmp_path / "run")
+    assert (code, errors) == (0, "") and output.startswith(f"{tmp_path / 'run'}: step ")
+    assert inspect(tmp_path / "run").intact
+    code, output, errors = tool(*TO, "--load", tmp_path / "run", "--output", tmp_path / "b.pt")
+    assert (code, errors) == (0, "") and output.startswith(f"{tmp_path / 'b.pt'}: step ")
+    clipped = "note: the file does not say that gradients are clipped at 1.0" in output
+    assert clipped == ("exp_avg" in loaded(path)["optimizer"]["state"][0])
+    assert_equal(loaded(tmp_path / "b.pt"), loaded(path))
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), *FROM, str(CHAR), "--output", "run", "--span-ramp=16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "run: step 120, 71,753 parameters, adagrad, null tokens\n"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+MODELS = {
+    "plain": ModelConfig(hidden_size=32, num_layers=2, persistent_memory_size=5, max_attention_span=48, span_ramp=8),
+    "tied": ModelConfig(
+        hidden_size=32,
+        num_layers=1,
+        persistent_memory_size=0,
+        max_attention_span=48,
+        adaptive_cutoffs="4,10",
+        untie_embeddings_and_output_weights=False,
+    ),
+    "transformer": ModelConfig(
+        hidden_size=32,
+        num_layers=1,
+        persistent_memory_size=0,
+        max_attention_span=48,
+        variant="transformer",
+        feed_forward_size=24,
+        adaptive_span=False,
+    ),
+}
+
+
+def engine_of(run: RunConfig, vocab_size: int, groups: Groups, dtype: torch.dtype = torch.float32) -> PlainEngine:
+    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"))
+    initialize(network, run.training.seed)
+    return PlainEngine(network, run, groups, CPU, dtype, FusedOps("torch"))
+
+
+def stream(vocab_size: int, batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, vocab_size, (batch, length + 1))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("plain", "adagrad"), ("tied", "adam"), ("transformer", "adam")])
+def test_a_checkpoint_of_our_own_to_the_papers_code_and_back(
+    tool: Tool, tmp_path: Path, name: str, optimizer: str
+) -> None:
+    """Trained, saved, exported and read back: the same tensors, step and settings, ready for the same scores."""
+    run = RunConfig(
+        model=MODELS[name],
+        optimizer=OptimizerConfig(optimizer=optimizer, lr_warmup_iters=10, clip_grad=0.5),
+        training=TrainingConfig(seq_length=12, global_batch_size=3),
+    )
+    engine, tokens = engine_of(run, 17, single_process_groups()), stream(17, 3, 24)
+    for step in (1, 2):
+        block = tokens[:, 12 * (step - 1) : 12 * step + 1]
+        engine.train_step(block[:, :-1], block[:, 1:], step, 1e-3 * step / 10, engine.spans())
+    state = {"config": run.to_dict(), "vocab_size": 17, "tokens": 72}
+    save.save(tmp_path / "ours", 2, engine, state)
+    assert tool(*TO, "--load", tmp_path / "ours", "--output", tmp_path / "a.pt")[0] == 0
+    exported = loaded(tmp_path / "a.pt")
+    assert (exported["scheduler_iter"], exported["iter_no"], exported["logger"]) == (2, 0, {})
+    assert exported["optimizer"]["param_groups"][0]["lr"] == pytest.approx(2e-4)
+    assert exported["optimizer"]["param_groups"][0]["initial_lr"] == 1e-3
+    flags = ["--lr-warmup-iters", 10, "--seq-length", 12, "--global-batch-size", 3]
+    flags += ["--span-ramp", run.model.span_ramp] if run.model.adaptive_span else []
+    flags += ["--clip-grad", 0.5] if optimizer == "adam" else []
+    assert tool(*FROM, tmp_path / "a.pt", "--output", tmp_path / "back", *flags)[0] == 0
+    ours, back = read_run(tmp_path / "ours"), read_run(tmp_path / "back")
+    for prefix in ("weights", "optimizer"):
+        expected = dict(sorted(read_tensors(ours.step_folder, prefix)))
+        assert_equal(dict(sorted(read_tensors(back.step_folder, prefix))), expected)
+        assert expected
+    assert back.run == run
+    assert (back.state["step"], back.state["tokens"], back.state["data"]) == (2, 72, None)
+
+
+def _score(rank: int, world_size: int, run_folder: str, tokens: list[int], block: int) -> float:
+    groups = groups_of(world_size, 1)
+    network = load_model(Path(run_folder), groups, CPU, torch.float64).network
+    return score(network, groups, np.array(tokens), num_streams=1, block_length=block, device=CPU).mean_nats
+
+
+@pytest.mark.parametrize("path", [CHAR, WORD], ids=["char", "word"])
+def test_a_converted_run_scores_what_the_papers_code_does(
+    tool: Tool, tmp_path: Path, pools: WorkerPools, path: Path
+) -> None:
+    beside = json.loads(path.with_suffix(".json").read_bytes())
+    vocabulary = ("--vocabulary", path.with_suffix(".json"), "--span-ramp", 16)
+    code, output, _ = tool(*FROM, path, "--output", tmp_path / "run", *vocabulary)
+    assert code == 0 and output.endswith(f", {'char' if path == CHAR else 'word'} tokens\n")
+    found = pools(2).run(_score, str(tmp_path / "run"), beside["tokens"], beside["block"])
+    assert found == [pytest.approx(beside["mean_nll"], rel=5e-7)] * 2
+
+
+@pytest.mark.parametrize(("path", "between"), [(CHAR, ""), (WORD, " ")], ids=["char", "word"])
+def test_from_text_to_the_papers_numbers(tool: Tool, tmp_path: Path, path: Path, between: str) -> None:
+    """Text prepared with the checkpoint's vocabulary and evaluated: exactly, and by that code's own protocol."""
+    beside = json.loads(path.with_suffix(".json").read_bytes())
+    written = {"<eos>": "\n"} | ({"_": " "} if path == CHAR else {})
+    tokens = [beside["vocabulary"][token] for token in beside["tokens"]]
+    (tmp_path / "text").write_text(between.join(written.get(token, token) for token in tokens))
+    flags = ("--vocabulary", path.with_suffix(".json"), "--span-ramp", 16, "--seq-length", beside["block"])
+    assert tool(*FROM, path, "--output", tmp_path / "run", *flags)[0] == 0
+    prepare, evaluate = (
+        runpy.run_path(str(ROOT / f"tools/{name}.py"))["main"] for name in ("prepare_data", "evaluate")
+    )
+    state, data = next((tmp_path / "run").rglob("state.json")), str(tmp_path / "P")
+    kind = ("char" if path == CHAR else "word", "--tokenizer-model", str(state), "--split", "0,0,1")
+    assert prepare([*kind, "--input", str(tmp_path / "text"), "--output-prefix", data]) == 0
+    where = ("--load", str(tmp_path / "run"), "--data-path", data, "--split-name", "test")
+    assert evaluate([*where, "--float64", "--json", str(tmp_path / "card.json")]) == 0
+    card = json.loads((tmp_path / "card.json").read_bytes())
+    assert card["nats_per_token"] == pytest.approx(beside["mean_nll"], rel=5e-7)
+    assert card["code_protocol"]["nats_per_token"] == pytest.approx(beside["code_protocol"]["batch_8"], rel=5e-7)
+
+
+def token_file(prefix: Path, tokens: np.ndarray) -> None:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_sequence(tokens.astype(np.uint16))
+        writer.end_document()
+
+
+def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path: Path) -> None:
+    """pretrain.py (DeepSpeed), at either layout, makes the steps that the plain engine makes from the .pt file."""
+    text = np.tile(json.loads(CHAR.with_suffix(".json").read_bytes())["tokens"], 2)
+    token_file(tmp_path / "text", text)
+    flags = ["--span-ramp", "16", "--seq-length", "32", "--global_batch_size", "4"]
+    assert tool(*FROM, CHAR, "--output", tmp_path / "run", *flags)[0] == 0
+    model = [
+        "--num-layers",
+        "3",
+        "--hidden-size",
+        "64",
+        "--persistent-memory-size",
+        "32",
+        "--max-attention-span",
+        "128",
+    ]
+    optimizer = ["--optimizer", "adagrad", "--lr", "0.07", "--clip-grad", "0.03", "--train-iters", "123"]
+    data = ["--data-path", "text", "--tokenizer-type", "null", "--vocab-size", "61", "--split", "1,0,0"]
+    losses = {}
+    with warm() as program:
+        for ranks in (1, 2):
+            layout = ["--load", "run", "--save", f"tp{ranks}", "--tensor-model-parallel-size", str(ranks)]
+            done = program.run(*layout, *flags, *model, *optimizer, *data, folder=tmp_path, ranks=ranks)
+            assert [one.returncode for one in done] == [0] * ranks, done[0].output
+            assert "it was converted" in done[0].output
+            records = [json.loads(line) for line in (tmp_path / f"tp{ranks}/metrics.jsonl").read_text().splitlines()]
+            losses[ranks] = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    expected = continued(text, with_state=True)
+    assert losses[1] == pytest.approx(expected, rel=1e-5) and losses[2] == pytest.approx(expected, rel=1e-5)
+    without = continued(text, with_state=False)
+    assert without[121] == expected[121] and abs(without[122] / expected[122] - 1) > 1e-3
+    assert tool(*TO, "--load", tmp_path / "tp2", "--output", tmp_path / "b.pt")[0] == 0
+    exported, original = adaptive_span.read(tmp_path / "b.pt"), adaptive_span.read(CHAR)
+    assert (exported.step, exported.model.shape, exported.optimizer) == (123, original.model.shape, original.optimizer)
+    assert all((exported.state[name] >= tensor).all() for name, tensor in original.state.items())  # sums only grow
+
+
+def continued(text: np.ndarray, *, with_state: bool) -> dict[int, float]:
+    """Losses of steps 121 to 123 of the plain engine, from the tensors of the .pt file."""
+    found = adaptive_span.read(CHAR)
+    chosen = RunConfig(model=ModelConfig(span_ramp=16), training=TrainingConfig(seq_length=32, global_batch_size=4))
+    run = adaptive_span.configure(CHAR, found, chosen, frozenset())
+    engine = engine_of(run, 61, single_process_groups())
+    engine.load(found.model.weights.__getitem__, found.state.__getitem__ if with_state else None)
+    streams, losses = text[: len(text) // 4 * 4].reshape(4, -1), {}
+    for step in (121, 122, 123):
+        block = streams[:, 32 * (step - 121) : 32 * (step - 120) + 1]
+        losses[step] = engine.train_step(block[:, :-1], block[:, 1:], step, 0.07, engine.spans()).loss
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--output", "run"), "one of the arguments --from --to is required; see --help"),
+        ((*FROM, "a.pt"), "the following arguments are required: --output; see --help"),
+        ((*FROM, "--output", "run"), "--from adaptive-span: FILE is missing; see --help"),
+        ((*TO, "--output", "a.pt"), "--to adaptive-span: --load RUN is missing; see --help"),
+        (
+            (*TO, "--load", "run", "--output", "a.pt", "--span-ramp", "3"),
+            "--to adaptive-span: --span-ramp has no effect",
+        ),
+        (
+            (*TO, "--load", "run", "--output", "a.pt", "--vocabulary", "v"),
+            "--to adaptive-span: --vocabulary has no eff",
+        ),
+        ((*TO, "--load", "run", "--output", "a.pt", "x.pt"), "--to adaptive-span: FILE has no effect"),
+        ((*FROM, "a.pt", "--load", "run", "--output", "b"), "--from adaptive-span: --load RUN has no effect"),
+        (("--from", "tensorflow", "a.pt", "--output", "run"), "argument --from: invalid choice: 'tensorflow'"),
+        ((*FROM, "a.pt", "--output", "run", "--data-path", "P"), "unrecognized arguments: --data-path"),
+        (
+            (*FROM, "a.pt", "--output", "run", "--span-ramp", "8", "--span-ramp", "9"),
+            "--span-ramp: given twice (first as --span-ramp); give it once",
+        ),
+        (
+            (*FROM, "a.pt", "--output", "run", "--span-ramp", "x"),
+            "--span-ramp x: must be an integer; the default is 32",
+        ),
+        ((*FROM, "a.pt", "--output", "run", "--recipe", "x"), "--recipe x: unknown recipe; "),
+        ((*FROM, "a.pt", "--output", "run"), "file a.pt: is not there; give a file that torch.save wrote"),
+        ((*FROM, CHAR, "--output", "."), "--output .: exists already; name another one or remove it"),
+        ((*FROM, CHAR, "--output", "no/run"), "--output no/run: there is no folder "),
+        ((*FROM, CHAR, "--output", "run", "--num-layers", "4"), "--num-layers 4: "),
+        ((*FROM, CHAR, "--output", "run", "--recipe", "enwik8-small"), "--num-layers 18: "),
+        ((*FROM, CHAR, "--output", "run", "--optimizer", "adam"), "--optimizer adam: "),
+        ((*FROM, CHAR, "--output", "run", "--no-adaptive-span"), "--adaptive-span False: "),
+        (
+            (*FROM, CHAR, "--output", "run", "--adam-beta1", "0.9"),
+            "--adam-beta1 0.9: has no effect with --optimizer ad",
+        ),
+        ((*FROM, CHAR, "--output", "run", "--vocabulary", "none.json"), "file none.json: cannot be read (No such file"),
+        (
+            (*FROM, CHAR, "--output", "run", "--vocabulary", CHAR.with_suffix(".json")),
+            f"--span-ramp 32: {CHAR.with_suffix('.json')} says 16; give --span-ramp 16",
+        ),
+        (
+            (*FROM, CHAR, "--output", "run", "--vocabulary", WORD.with_suffix(".json")),
+            f"file {WORD.with_suffix('.json')}: has a vocabulary of 4716 tokens, the checkpoint one of 61; give",
+        ),
+        ((*TO, "--load", "none", "--output", "a.pt"), "none: no checkpoint to load: there is no folder none/checkp"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output, errors = tool(*arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"error: {message}") and errors.count("\n") == 1, errors
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_of_a_malicious_file_runs(tool: Tool, tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'canary'}",)
+
+    saved = content(SHAPES["plain"])
+    torch.save(saved | {"logger": Touch()}, tmp_path / "a.pt")
+    code, _, errors = tool(*FROM, tmp_path / "a.pt", "--output", tmp_path / "run")
+    assert code == 2 and "would call posix.system when loaded; it was refused" in errors
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(tool: Tool, tmp_path: Path) -> None:
+    assert tool(*FROM, CHAR, "--output", tmp_path / "run")[0] == 0
+    weights = next((tmp_path / "run").rglob("weights-00001.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, errors = tool(*TO, "--load", tmp_path / "run", "--output", tmp_path / "b.pt")
+    assert code == 2 and "weights-00001.safetensors: damaged" in errors and errors.count("\n") == 1
+    assert os.listdir(tmp_path) == ["run"]
