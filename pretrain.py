@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from megatron_allattn.config import UsageError, parse
-from megatron_allattn.config.reporting import leave, refuse
+from megatron_allattn.config.reporting import refuse, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The program: `main` on the process's arguments, and its exit code."""
-    leave(main())
+    run_program(main)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_allattn.config import RECIPES, RunConfig, batch_shape, check_world, load_deepspeed_json, parse
+from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
 from megatron_allattn.model.network import Network
@@ -103,7 +104,10 @@ def test_data_is_prepared_where_the_recipe_reads_it() -> None:
     read = runpy.run_path(str(ROOT / "tools" / "prepare_data.py"))["parse"]
     for name, recipe in RECIPES.items():
         (command,) = commands(page(name).partition("## Data")[2].partition("## 1 GPU")[0])
-        options = read(shlex.split(command.removeprefix("python tools/prepare_data.py ")))
+        arguments = command.removeprefix("python tools/prepare_data.py ")
+        options = read(shlex.split(arguments))
+        hint = arguments.partition(" --output-prefix")[0].replace("TEXT_FILES", "FILE")
+        assert prepare_arguments(name) == ("byte --input FILE" if name == "demo" else hint)  # demo brings its text
         assert options.output_prefix == (recipe().data.data_path or "data/demo/stdlib")
         assert options.kind in {"sentencepiece", "stdlib"} or f"data/{options.kind}" == options.output_prefix
         assert options.kind != "sentencepiece" or options.vocab_size == recipe.vocab_size

@@ -25,15 +25,16 @@ from typing import Any, NamedTuple, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from megatron_allattn.checkpoint import adaptive_span
-from megatron_allattn.checkpoint.companion import check_companion, read_companion
+from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
 from megatron_allattn.checkpoint.conversion import SavedRun, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig, UsageError, parse
 from megatron_allattn.config.checks import field_types
 from megatron_allattn.config.errors import flag, usage_error
+from megatron_allattn.config.reporting import run_program
 from megatron_allattn.data.code_vocabulary import tokenizer_of
-from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer
+from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
 from megatron_allattn.training.schedules import learning_rate
 
 
@@ -58,16 +59,27 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
 
 
 def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> Tokenizer:
-    """The tokenizer of --vocabulary, which must fit the model; bare numbers without one."""
+    """The tokenizer of --vocabulary, which must fit the model; bare numbers without one.
+
+    A list is one of the paper's code, and tells what its tokens are; a P.json or state.json says it itself.
+    """
     if path is None:
         return NullTokenizer(vocab_size)
-    companion = read_companion(path)
-    check_companion(path, companion, model, vocab_size)
-    if "vocabulary" not in companion:
-        fix = "give a list of tokens, or an object that has one under `vocabulary`"
+    content = read_companion(path)
+    own = content.get("tokenizer")  # of prepared data, or of a step of a run, which has its configuration too
+    if own is not None:
+        configuration = content.get("config")
+        content = {"config": configuration.get("model", {}) if isinstance(configuration, dict) else {}}
+    check_companion(path, content, model, vocab_size)
+    if own is not None:
+        tokenizer = tokenizer_from_json(own, str(path))
+        check_vocabulary_size(path, tokenizer.vocab_size, vocab_size)
+        return tokenizer
+    if "vocabulary" not in content:
+        fix = "give a list of tokens, an object that has one under `vocabulary`, a P.json or a state.json"
         raise usage_error("--vocabulary", path, "has no vocabulary", fix)
     try:
-        return tokenizer_of(companion["vocabulary"])
+        return tokenizer_of(content["vocabulary"])
     except UsageError as error:
         raise UsageError(f"--vocabulary {path}: {error}") from None
 
@@ -128,7 +140,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="what to convert (with --from)")
     parser.add_argument("--load", type=Path, metavar="RUN", help="the run folder to convert (with --to)")
     parser.add_argument("--output", type=Path, required=True, help="what to make: a run folder, or a file (with --to)")
-    help_text = "JSON list of tokens, or an object with it under `vocabulary` (with --from); else tokens are numbers"
+    help_text = (
+        "JSON list of tokens, an object with it under `vocabulary`, the P.json of prepared data or the state.json of a "
+        "run's step (with --from); else tokens are numbers, and nothing can check that data fits"
+    )
     parser.add_argument("--vocabulary", type=Path, metavar="FILE", help=help_text)
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
@@ -184,4 +199,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 from megatron_allattn.config import DataConfig, ParallelConfig, UsageError, usage_error
 from megatron_allattn.config.checks import LARGEST
-from megatron_allattn.config.reporting import leave, refuse
+from megatron_allattn.config.reporting import refuse, run_program
 
 BARE_FILE_FLAGS = ("--split", "--tokenizer-type", "--tokenizer-model", "--vocab-size")
 
@@ -129,4 +129,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_program(main)

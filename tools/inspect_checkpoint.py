@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.reporting import run_program
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -38,4 +39,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.reporting import Output, run_program
 from megatron_allattn.data.corpora import Corpus, files_corpus, standard_library
 from megatron_allattn.data.manifest import Manifest
 from megatron_allattn.data.partial import DownloadError
@@ -313,7 +314,6 @@ def main(argv: list[str]) -> int:
         hidden = not sys.stderr.isatty()
         with tqdm(total=job.total_work(), unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
             made = prepare(job, bar.update)
-        report(job.prefix, made)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -328,9 +328,14 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
         return 130
+    report(job.prefix, made)
+    sys.stdout.flush()
+    lost = sys.stdout.failure if isinstance(sys.stdout, Output) else None
+    if lost is not None and not isinstance(lost, BrokenPipeError):
+        print(f"{job.prefix}: the data is complete, only this report could not be printed", file=sys.stderr)
     return 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the clean-up runs
-    sys.exit(main(sys.argv[1:]))
+    run_program(lambda: main(sys.argv[1:]))

@@ -27,6 +27,7 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.reporting import run_program
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
@@ -189,4 +190,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

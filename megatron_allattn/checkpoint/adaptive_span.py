@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.adaptive_span_model import (
     ModelState,
+    check_range,
     check_tensor,
     read_model,
     write_model,
@@ -32,6 +33,7 @@ from megatron_allattn.config.errors import flag
 
 FORMAT = "adaptive-span"
 STATES = {"adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+_SQUARES = ("sum", "exp_avg_sq")  # of gradients, so never negative
 _ITERATION = 1000  # updates in one outer iteration of that code, unless its flag says otherwise
 _GIVE = "give a checkpoint of the paper's published code"
 
@@ -122,6 +124,8 @@ def _read_optimizer(
             if tensor.shape != weight.shape:
                 rule = f"optimizer state {which} of {name} has shape {tuple(tensor.shape)}"
                 raise usage_error("file", path, f"{rule}, the weight {tuple(weight.shape)}", _GIVE)
+            if which in _SQUARES:
+                check_range(path, f"optimizer state {which} of {name}", tensor, math.inf)
             kept[f"{name}/{which}"] = tensor
     if len(steps) > 1:
         (one, first_name), (other, other_name) = list(steps.items())[:2]

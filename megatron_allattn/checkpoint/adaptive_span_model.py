@@ -19,6 +19,7 @@ A tied adaptive softmax repeats the weights and projections of the adaptive inpu
 except the ramp of the span mask, the span loss and the dropout. Nothing is scaled or transposed.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -151,6 +152,8 @@ def read_model(state: Any, source: Path) -> ModelState:
         if tuple(tensor.shape) != wanted:
             rule = f"model key {key} has shape {tuple(tensor.shape)}, the others make it {wanted}"
             raise usage_error("file", source, rule, _GIVE)
+        if name.endswith(".span"):
+            check_range(source, f"model key {key}", tensor, 1)
         same = template if name == TEMPLATE else weights.setdefault(name, tensor)
         if not torch.equal(tensor, same):
             rule = f"model key {key} is not {'−L+1 … 0' if same is template else 'equal to its other copy'}"
@@ -167,6 +170,14 @@ def check_tensor(source: Path, what: str, value: Any) -> None:
         raise usage_error("file", source, f"{what} is {value.dtype}, expected torch.float32", "convert it first")
     if not torch.isfinite(value).all():
         raise usage_error("file", source, f"{what} holds NaN or infinity", "take an earlier checkpoint")
+
+
+def check_range(source: Path, what: str, value: Tensor, highest: float) -> None:
+    """UsageError naming the first number that is not in 0 … highest."""
+    wrong = value[(value < 0) | (value > highest)]
+    if len(wrong):
+        wanted = "none below 0" if highest == math.inf else f"numbers from 0 to {highest:g}"
+        raise usage_error("file", source, f"{what} holds {wrong[0].item():g}, expected {wanted}", _GIVE)
 
 
 def _check_keys(source: Path, found: dict[str, Tensor], expected: list[str]) -> None:

@@ -28,6 +28,13 @@ def read_companion(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_vocabulary_size(path: Path, found: int, vocab_size: int) -> None:
+    """UsageError unless a vocabulary has the checkpoint's size."""
+    if found != vocab_size:
+        rule = f"has a vocabulary of {found} tokens, the checkpoint one of {vocab_size}"
+        raise usage_error("file", path, rule, _FIX)
+
+
 def check_companion(path: Path, content: dict[str, Any], model: ModelConfig, vocab_size: int) -> None:
     """Hold vocabulary and configuration, where they are given, against the model. Raises UsageError."""
     vocabulary, config = content.get("vocabulary"), content.get("config", {})
@@ -36,9 +43,7 @@ def check_companion(path: Path, content: dict[str, Any], model: ModelConfig, voc
     if vocabulary is not None:
         if not isinstance(vocabulary, list) or not all(isinstance(token, str) for token in vocabulary):
             raise usage_error("file", path, "its vocabulary is not a list of texts", _FIX)
-        if len(vocabulary) != vocab_size:
-            rule = f"has a vocabulary of {len(vocabulary)} tokens, the checkpoint one of {vocab_size}"
-            raise usage_error("file", path, rule, _FIX)
+        check_vocabulary_size(path, len(vocabulary), vocab_size)
     if config.get("span_ramp", model.span_ramp) != model.span_ramp and model.adaptive_span:
         ramp = config["span_ramp"]
         raise usage_error("--span-ramp", model.span_ramp, f"{path} says {ramp}", f"give --span-ramp {ramp}")

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,23 @@ def _describe(path: Path, needed: int, error: OSError) -> str:
     else:
         cause, fix = f"cannot be written ({error.strerror or error})", "check the disk or save to another folder"
     sizes = f"{needed:,} bytes needed, " if needed else ""
-    return f"{path}: {cause}: {sizes}{_free_bytes(path):,} bytes free; {fix}"
+    return f"{path}: {cause}: {sizes}{_free_bytes(path)}; {fix}"
 
 
-def _free_bytes(path: Path) -> int:
+def _free_bytes(path: Path) -> str:
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
-    return shutil.disk_usage(path).free
+    try:
+        return f"{shutil.disk_usage(path).free:,} bytes free"
+    except OSError:  # a disk that fails may not even tell this
+        return "free bytes unknown"
 
 
 def check_new(path: Path) -> None:
     """UsageError for an --output that exists already, or whose folder does not."""
     if os.path.lexists(path):
         raise usage_error("--output", path, "exists already", "name another one or remove it")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):  # unlike Path.is_dir, never an error
         raise usage_error("--output", path, f"there is no folder {path.absolute().parent}", "make it first")
 
 
@@ -90,7 +93,8 @@ def write_text_atomic(path: Path, text: str) -> None:
                 os.fsync(handle.fileno())
             os.replace(temporary, path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the first error is the one to report
+                temporary.unlink()
             raise
         sync_folder(path.parent)
 

@@ -51,9 +51,12 @@ def prepare_run_folder(run_folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(
-            f"{run_folder}: the run folder cannot be written ({error.strerror}); choose another --save"
-        ) from error
+        raise unwritable(run_folder, error) from error
+
+
+def unwritable(run_folder: Path, error: OSError) -> UsageError:
+    """The refusal of a run folder in which nothing can be made."""
+    return UsageError(f"{run_folder}: the run folder cannot be written ({error.strerror}); choose another --save")
 
 
 def begin(run_folder: Path, step: int) -> Path:

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def write_pickled(path: Path, content: Any) -> None:
             os.rename(temporary, path)
             sync_folder(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what failed before is the error to report
+            temporary.unlink()
 
 
 def _num_bytes(content: Any) -> int:

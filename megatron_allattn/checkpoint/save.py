@@ -44,7 +44,7 @@ def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> 
                 files.close()
         agree(lambda: _commit(temporary, step, state), engine.groups.world, lambda _: 1)
     except BaseException:
-        if temporary is not None and temporary.exists():
+        if temporary is not None:
             folder.abort(temporary)
         raise
 

@@ -170,6 +170,10 @@ def _recipe(given: Sequence[_Given]) -> RunConfig:
     if name is None:
         return RunConfig()
     if name == "list":
+        if other := next((one for one in given if one.known.field != "recipe"), None):
+            raise UsageError(
+                f"--{other.name}: has no effect with --recipe list, which only prints; give one of the two"
+            )
         print(recipe_table())
         raise SystemExit(0)
     if name not in RECIPES:

@@ -11,7 +11,7 @@ class UsageError(ValueError):
     """A mistake of the user; the message is one printable line that names flag or file, value, rule and way out."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 def usage_error(what: str, value: object, rule: str, fix: str) -> UsageError:
@@ -35,7 +35,7 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """The text with line breaks as spaces and other characters a terminal could act on as escapes."""
     joined = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)

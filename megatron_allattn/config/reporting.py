@@ -1,12 +1,16 @@
-"""How a rank ends: one line for a user's mistake, on one rank, and an exit code that holds (all without torch)."""
+"""How a rank ends: one line for a user's mistake, on one rank, and an exit code that holds (all without torch).
+
+What a program prints is a convenience, never a reason to lose its work: a reader that is gone (`| head`), a full disk
+or a closed descriptor (`>&-`) ends the printing and nothing else.
+"""
 
 import atexit
+import io
 import os
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TextIO, cast
 
 GRACE_SECONDS = 2.0
 """What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
@@ -30,14 +34,83 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def leave(code: int) -> NoReturn:
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a program and end the process with the exit code of `main`, or of the SystemExit that it raises.
+
+    While it runs, printing raises no OSError. Output that nobody reads any more is no fault; any other failure to print
+    is told in one line on stderr at the end and turns exit code 0 into 1, unless `tell_lost_output` has told it before.
+    """
+    output = Output(sys.stdout, 1)
+    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, Output(sys.stderr, 2))
+    try:
+        code = main()
+    except SystemExit as end:  # --help, and signal handlers
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    output.flush()
+    if output.failure is not None and not isinstance(output.failure, BrokenPipeError):
+        print(f"error: standard output: {output.failure.strerror}", file=sys.stderr)
+        code = code or 1
+    _leave(code)
+
+
+def tell_lost_output() -> None:
+    """Warn, once and on stderr, if standard output has failed; the program goes on without, and that is no error."""
+    output = sys.stdout
+    if isinstance(output, Output) and output.failure is not None:
+        why, output.failure = output.failure.strerror, None
+        print(f"warning: standard output failed and gets no more lines ({why})", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> NoReturn:
     """End the process with `code`, after its exit handlers and without the interpreter's tear-down.
 
     A thread of gloo that is still at work then can abort the process ("terminate called without an active exception"),
     which turned about one exit in ten of a first rank into 134 (seen with torch 2.13 on 2 loaded cores).
     """
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a reader that is gone, a closed stream: nobody is left to be told
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
+
+
+class Output:
+    """A standard stream whose writing never raises an OSError: the first one is kept, what follows it is dropped.
+
+    failure: what went wrong and has not been told yet.
+    """
+
+    def __init__(self, stream: TextIO | None, descriptor: int) -> None:
+        self._stream = _closed_stream(descriptor) if stream is None else stream
+        if isinstance(self._stream, io.TextIOWrapper):  # a terminal without × is no reason to fail either
+            self._stream.reconfigure(errors="backslashreplace")
+        self._lost = False
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if not self._lost:
+            try:
+                action()
+            except OSError as error:
+                self._lost, self.failure = True, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _closed_stream(descriptor: int) -> TextIO:
+    """In place of a stream that was closed before the start, for which Python has None: writing to it fails.
+
+    It takes the descriptor, so that no file opened later gets that number and, with it, what libraries print.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    if nothing != descriptor:
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
+    return open(descriptor, "w")

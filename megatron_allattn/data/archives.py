@@ -20,6 +20,7 @@ from megatron_allattn.data.corpora import Document
 
 DEFLATE_LIMIT = 1032  # bytes that one byte of deflate can stand for
 SKIP_BYTES = 2**20
+GET_AGAIN = "get the archive again, or give another one with --archive"
 ENCRYPTED = 0x1  # bit of a member's flags
 DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, ValueError, NotImplementedError)
 
@@ -77,6 +78,11 @@ class ArchiveMember(Document):
         with _open(self.path) as archive:
             return _info(archive, self.path, self.member).file_size
 
+    @property
+    def instead(self) -> str:
+        """The corpus is not whole without it."""
+        return GET_AGAIN
+
     def open(self, offset: int = 0) -> BinaryIO:
         """The member's bytes from `offset` on (those before are decompressed and thrown away)."""
         stream = MemberStream(self.path, self.member)
@@ -120,4 +126,4 @@ def _told(path: Path, member: str | None) -> Iterator[None]:
 
 def _refusal(path: Path, member: str | None, rule: str) -> UsageError:
     what = "archive" if member is None else f"member {member} of archive"
-    return usage_error(what, path, rule, "get the archive again, or give another one with --archive")
+    return usage_error(what, path, rule, GET_AGAIN)

@@ -8,17 +8,19 @@ prepared, which the vocabulary shows:
     anything else                           words
 """
 
+from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data.interface import Newline, Tokenizer
 from megatron_allattn.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer
 
 END_OF_LINE, SPACE = "<eos>", "_"
 BYTES = frozenset(map(str, range(256)))
+_WHOLE = "give what says of itself what it is: the P.json of prepared data or a run's state.json"
 
 
 def tokenizer_of(vocabulary: list[str]) -> Tokenizer:
     """The tokenizer of a vocabulary in the order of ids; one without `<eos>` is of text whose line ends are no tokens.
 
-    Raises UsageError: a token stands in it twice.
+    Raises UsageError: a token stands in it twice, also as what it is written for.
     """
     newline: Newline = "eos" if END_OF_LINE in vocabulary else "drop"
     symbols = [token for token in vocabulary if token != END_OF_LINE]
@@ -26,5 +28,9 @@ def tokenizer_of(vocabulary: list[str]) -> Tokenizer:
         return ByteTokenizer([ord("\n") if token == END_OF_LINE else int(token) for token in vocabulary], newline)
     if all(len(token) == 1 for token in symbols):
         written = {END_OF_LINE: "\n", SPACE: " "}
+        for token, meant in written.items():
+            if token in vocabulary and meant in vocabulary:
+                rule = f"has both {token} and {meant!r}, and {token} is read as {meant!r}, which that code writes so"
+                raise usage_error("vocabulary", f"of {len(vocabulary)}", rule, "leave one of them out, or " + _WHOLE)
         return CharTokenizer([written.get(token, token) for token in vocabulary], newline)
     return WordTokenizer(vocabulary, newline)

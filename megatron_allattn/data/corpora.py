@@ -37,6 +37,11 @@ class Document:
         """Size of the file."""
         return self.path.stat().st_size
 
+    @property
+    def instead(self) -> str:
+        """The way out if it holds no text."""
+        return "leave it out"
+
     def open(self, offset: int = 0) -> BinaryIO:
         """The file's bytes from `offset` on."""
         file = self.path.open("rb")

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.recipes.recipe import BYTES
 from megatron_allattn.data import manifest
 from megatron_allattn.data.indexed import IndexedReader, Tokens, bin_path, idx_path
 from megatron_allattn.data.manifest import Manifest, SplitRecord
@@ -73,17 +74,19 @@ def open_dataset(
     data: DataSettings,
     explicit: frozenset[str] = frozenset(),
     *,
+    prepare: str = BYTES,
     build_default: Callable[[], Path] = default_corpus,
 ) -> Dataset:
     """Open what --data-path names, or the standard library's sources, built on first use.
 
-    explicit: flags that the user gave, such as "--split" · build_default: gives the prefix to use without --data-path.
+    explicit: flags that the user gave, such as "--split" · prepare: arguments of tools/prepare_data.py for such data,
+    as a hint where there is none · build_default: gives the prefix to use without --data-path.
     UsageError: nothing there, damaged files, a flag that contradicts the data or has no effect, an id outside the
     vocabulary.
     """
     if data.data_path is None:
         return _open_default(data, explicit, build_default)
-    prefix = _find_prefix(data.data_path)
+    prefix = _find_prefix(data.data_path, prepare)
     prepared = manifest.read_manifest(prefix)
     if prepared is None:
         return _open_bare(prefix, data)
@@ -229,19 +232,19 @@ def _scan(reader: IndexedReader, tokenizer: Tokenizer) -> tuple[float, str]:
     return unigram_entropy(counts), digest.hexdigest()
 
 
-def _find_prefix(data_path: str) -> Path:
+def _find_prefix(data_path: str, prepare: str) -> Path:
     """The prefix that --data-path means: as it is, or without the .bin, .idx or .json of one of its files."""
     given = Path(data_path)
     candidates = [given, given.with_suffix("")] if given.suffix in (".bin", ".idx", ".json") else [given]
     for prefix in candidates:
         if data_path and (manifest.read_manifest(prefix) or bin_path(prefix).exists() or idx_path(prefix).exists()):
             return prefix
-    raise _nothing_there(candidates[-1], given)
+    raise _nothing_there(candidates[-1], given, prepare)
 
 
-def _nothing_there(prefix: Path, given: Path) -> UsageError:
+def _nothing_there(prefix: Path, given: Path, arguments: str) -> UsageError:
     """Say what is there instead: a folder, a text file, an unfinished preparation, or something with a similar name."""
-    prepare = "prepare it: python tools/prepare_data.py byte --input FILE --output-prefix"
+    prepare = f"prepare it: python tools/prepare_data.py {arguments} --output-prefix"
     if given.is_dir():
         names = sorted(_prefixes_in(given))
         hint = f"give a prefix in it: {', '.join(str(given / name) for name in names[:3])}" if names else f"{prepare} P"

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from megatron_allattn import __version__
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import one_line, usage_error
 from megatron_allattn.data.partial import DownloadError, Origin, Part, locked_part, part_path, sha256_of
 
 CHUNK_BYTES = 2**18
@@ -222,7 +222,7 @@ class _Transfer:
         version = etag if etag.startswith('"') else date  # a weak one (W/"…") does not vouch for bytes
         resumed = origin if response.status == http.HTTPStatus.PARTIAL_CONTENT else None
         if resumed is None and response.status != http.HTTPStatus.OK:
-            raise _Final(f"HTTP status {response.status} {response.reason}")
+            raise _Final(one_line(f"HTTP status {response.status} {response.reason}"))
         start, total = _content_range(response) if resumed else (0, response.length)
         expected, name = self.remote.num_bytes, self.remote.name
         if total is not None and expected is not None and total != expected:
@@ -254,7 +254,7 @@ def _failure(error: Exception, timeout: float) -> _Passing | _Final:
     """What an error of the network means."""
     if isinstance(error, urllib.error.HTTPError):
         kind = _Passing if error.code in (*PASSING_STATUS, RANGE_NOT_SATISFIABLE) else _Final
-        return kind(f"HTTP status {error.code} {error.reason}")
+        return kind(one_line(f"HTTP status {error.code} {error.reason}"))  # of a redirect loop urllib makes three lines
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, TimeoutError):
         return _Passing(f"nothing came for {timeout:g} seconds")

@@ -89,12 +89,12 @@ class Manifest:
     inputs: tuple[InputRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object P.json holds: the fields above, after format, version and vocabulary size."""
+        """The object P.json holds: format, version and vocabulary size, the fields above, and the SHA-256 of that."""
         head = {"format": FORMAT, "version": VERSION, "vocabulary_size": self.tokenizer.vocab_size}
         own = {
             name: value for name, value in vars(self).items() if name not in ("tokenizer", "splits", "files", "inputs")
         }
-        return {
+        content = {
             **head,
             **own,
             "tokenizer": self.tokenizer.to_json(),
@@ -103,6 +103,7 @@ class Manifest:
             "files": {name: asdict(record) for name, record in self.files.items()},
             "inputs": [asdict(record) for record in self.inputs],
         }
+        return {**content, "sha256": _sha256(content)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], source: str) -> "Manifest":
@@ -115,15 +116,20 @@ class Manifest:
         fields = {
             name: value for name, value in content.items() if name not in ("format", "version", "vocabulary_size")
         }
+        again = "prepare the data again"
         try:
+            stated = fields.pop("sha256")
             fields["tokenizer"] = tokenizer_from_json(fields["tokenizer"], source)
             fields["splits"] = {name: SplitRecord(**fields["splits"][name]) for name in SPLITS}
             fields["files"] = {name: FileRecord(**fields["files"][name]) for name in data_names()}
             fields["notes"] = tuple(fields["notes"])
             fields["inputs"] = tuple(InputRecord(**record) for record in fields["inputs"])
-            return cls(**fields)
+            made = cls(**fields)
         except (KeyError, TypeError) as error:
-            raise usage_error("manifest", source, f"is damaged ({error})", "prepare the data again") from None
+            raise usage_error("manifest", source, f"is damaged ({error})", again) from None
+        if stated != _sha256({name: value for name, value in content.items() if name != "sha256"}):
+            raise usage_error("manifest", source, "is not what was written (another SHA-256)", again)
+        return made
 
     def write(self, path: Path) -> None:
         """Write P.json and bring it to disk. The same corpus gives the same bytes."""
@@ -132,6 +138,11 @@ class Manifest:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of JSON in canonical form: keys sorted, no space."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(prefix: Path) -> Manifest | None:

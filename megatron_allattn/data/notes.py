@@ -14,10 +14,18 @@ _LINE_ENDS = {
 
 
 def notes_on(
-    tokenizer: Tokenizer, splits: Mapping[str, SplitRecord], inputs: Sequence[InputRecord], unknown_in_training: int
+    tokenizer: Tokenizer,
+    splits: Mapping[str, SplitRecord],
+    inputs: Sequence[InputRecord],
+    unknown_in_training: int,
+    *,
+    by_files: bool,
 ) -> tuple[str, ...]:
-    """The notes; `unknown_in_training` is how often <unk> is a token of the training split."""
-    return tuple(_notes(tokenizer, splits, inputs, unknown_in_training))
+    """The notes; `unknown_in_training` is how often <unk> is a token of the training split, `by_files`: each split has
+    files of its own."""
+    empty = [name for name, record in splits.items() if by_files and not record.tokens]
+    absent = [f"the {name} split is empty, since there is no --{name}-input" for name in empty]
+    return (*_notes(tokenizer, splits, inputs, unknown_in_training), *absent)
 
 
 def _notes(

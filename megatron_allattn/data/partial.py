@@ -12,12 +12,12 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
-from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.errors import one_line, usage_error
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -26,7 +26,7 @@ class DownloadError(Exception):
     """A download that failed for reasons outside the command line; the message is one printable line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(str(UsageError(message)))  # which makes it one line, whatever a server put into it
+        super().__init__(one_line(message))  # whatever a server put into it
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,31 @@ class Part:
         """The bytes are the file: give it its name."""
         try:
             os.fsync(self._file.fileno())
+            os.replace(self.path, self.target)
         except OSError as error:
             raise self._unwritable(error, None) from None
-        os.replace(self.path, self.target)
-        self._notes.unlink(missing_ok=True)
+        self._forget_notes()
 
     def reject(self) -> Path:
         """The bytes are another file: put it aside; returns where it went."""
         aside = Path(f"{self.target}.rejected")
-        os.replace(self.path, aside)
-        self._notes.unlink(missing_ok=True)
+        try:
+            os.replace(self.path, aside)
+        except OSError as error:
+            raise self._unwritable(error, None) from None
+        self._forget_notes()
         return aside
 
     def tidy(self) -> None:
         """Leave no files behind if no bytes are there."""
         if not self.size:
-            self._notes.unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)
+            self._forget_notes()
+            with suppress(OSError):  # what failed before is the error to report
+                self.path.unlink()
+
+    def _forget_notes(self) -> None:
+        with suppress(OSError):  # notes without bytes count as none
+            self._notes.unlink()
 
     def _unwritable(self, error: OSError, total: int | None) -> DownloadError:
         if error.errno in NO_SPACE:

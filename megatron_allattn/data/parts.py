@@ -82,7 +82,7 @@ def _text(document: Document, raw_bytes: bool) -> _Text:
     mark = not raw_bytes and b"".join(read_bytes(document, size, 0, size)) == codecs.BOM_UTF8
     text = _Text(document, size if mark else 0, document.num_bytes)
     if text.start >= text.end:
-        raise usage_error(document.flag, document.name, "holds no text", "leave it out")
+        raise usage_error(document.flag, document.name, "holds no text", document.instead)
     return text
 
 

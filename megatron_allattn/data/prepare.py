@@ -129,7 +129,9 @@ def prepare(job: Preparation, progress: Progress = lambda num_bytes: None) -> Ma
             documents=len(sources),
             skipped_documents=sum(corpus.num_skipped for corpus in job.corpora),
             unigram_entropy_bits=unigram_entropy(written.counts.sum(axis=0)),
-            notes=notes_on(tokenizer, splits, inputs, written.unknown_in_training(tokenizer)),
+            notes=notes_on(
+                tokenizer, splits, inputs, written.unknown_in_training(tokenizer), by_files=not job.by_weights
+            ),
             splits=splits,
             files={n: manifest.describe_file(p) for n, p in manifest.data_paths(folder / job.prefix.name).items()},
             inputs=inputs,

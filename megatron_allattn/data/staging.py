@@ -32,10 +32,10 @@ def staging_folder(prefix: Path, *, wait: bool) -> Iterator[Path]:
             _clear(folder)
             yield folder
         finally:
-            _clear(folder)
-            (folder / LOCK_NAME).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: the next process has just put its lock into it
-                folder.rmdir()
+            with contextlib.suppress(OSError):  # it hides neither an error nor that all is done; the next one clears
+                _clear(folder)
+                (folder / LOCK_NAME).unlink(missing_ok=True)
+                folder.rmdir()  # not if the next process has just put its lock into it
             os.close(lock)
     except BaseException:
         for parent in made:

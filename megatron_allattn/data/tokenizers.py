@@ -3,6 +3,7 @@
 import base64
 import binascii
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "Tokenizer",
     "WordLearner",
     "WordTokenizer",
+    "difference",
     "tokenizer_from_file",
     "tokenizer_from_json",
 ]
@@ -84,3 +86,21 @@ def tokenizer_from_file(path: Path, newline: Newline = "symbol") -> Tokenizer:
     if isinstance(description, dict) and "tokenizer" in description:
         description = description["tokenizer"]
     return tokenizer_from_json(description, str(path))
+
+
+def difference(one: Tokenizer, other: Tokenizer) -> str:
+    """What differs between two tokenizers, in words: "newline eos, not drop; id 3 'a', not 'b'". Empty if they agree.
+
+    Vocabularies of the same kind are compared by the text of each id, to the first that differs.
+    """
+    rows = [
+        (name, getattr(one, attribute), getattr(other, attribute))
+        for name, attribute in (("kind", "name"), ("vocabulary size", "vocab_size"), ("newline rule", "newline"))
+    ]
+    found = [f"{name} {mine}, not {its}" for name, mine, its in rows if mine != its]
+    if one.name == other.name:
+        pairs = ((i, one.decode([i]), other.decode([i])) for i in range(min(one.vocab_size, other.vocab_size)))
+        found += [f"id {i} is {mine!r}, not {its!r}" for i, mine, its in islice((p for p in pairs if p[1] != p[2]), 1)]
+    if not found and one.fingerprint != other.fingerprint:
+        found = ["every id has the same text, but they are described differently"]
+    return "; ".join(found)

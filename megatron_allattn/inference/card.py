@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.manifest import SplitRecord
-from megatron_allattn.data.tokenizers import Tokenizer
+from megatron_allattn.data.tokenizers import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from megatron_allattn.inference.model import LoadedModel
 from megatron_allattn.inference.scoring import CodeProtocol, Score
+from megatron_allattn.training.resume import UNKNOWN_TOKENS, knows_its_tokens
 
 Card = dict[str, Any]
 FORMAT, VERSION = "megatron_allattn evaluation card", 1
@@ -35,6 +36,7 @@ def evaluation_card(
     """
     tokens, tokenizer = getattr(dataset, split), dataset.tokenizer
     text = dataset.splits[split] if dataset.splits is not None else None
+    known = knows_its_tokens(model.state)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -44,7 +46,13 @@ def evaluation_card(
             "sha256": dataset.fingerprint,
             "split": split,
             "original_text": asdict(text) if text is not None else None,
-            "tokenizer": {"type": tokenizer.name, "newline": tokenizer.newline, "sha256": tokenizer.fingerprint},
+            "tokenizer": {
+                "type": tokenizer.name,
+                "newline": tokenizer.newline,
+                "sha256": tokenizer.fingerprint,
+                "is_the_checkpoints": True if known else None,
+            },
+            "not_in_the_tokens": _not_in_the_tokens(tokenizer) if text is not None else None,
             "vocab_size": tokenizer.vocab_size,
         },
         "settings": settings,
@@ -58,7 +66,7 @@ def evaluation_card(
             "before_the_split": model.run.model.empty_cache,
         },
         "code_protocol": _code_protocol(code, tokenizer.unit),
-        "notes": model.notes,
+        "notes": [*model.notes, *([] if known else [UNKNOWN_TOKENS])],
     }
 
 
@@ -75,6 +83,19 @@ def _quality(score: Score, tokenizer: Tokenizer, first_token: int, text: SplitRe
     }
 
 
+def _not_in_the_tokens(tokenizer: Tokenizer) -> list[str]:
+    """What the tokens do not tell of the original text, beside what became <unk>.
+
+    It costs no bits, while its bytes and characters are counted: bits per byte and character are a lower bound then.
+    """
+    found = []
+    if isinstance(tokenizer, WordTokenizer):
+        found.append("which white space stands between words")
+    elif isinstance(tokenizer, SentencePieceTokenizer) and not tokenizer.lossless:
+        found.append("what the SentencePiece model normalizes or removes")
+    return found + (["line ends"] if tokenizer.newline == "drop" else [])
+
+
 def _size(text: bytes | str) -> tuple[int, int]:
     """Bytes, and characters; of bytes alone those that do not go on with a character of UTF-8."""
     if isinstance(text, str):
@@ -87,7 +108,7 @@ def _ratio(amount: float, count: int) -> float | None:
 
 
 def _word_perplexity(score: Score, tokenizer: Tokenizer, text: SplitRecord | None) -> Card | None:
-    """exp of the nats per word, line ends counted as words and not.
+    """exp of the nats per word, line ends counted as words and not; `missing` says why one is null.
 
     Where words are tokens, leaving line ends out takes their nats away too; elsewhere all nats are spread over the
     words, or the words and lines, of the original text.
@@ -103,11 +124,15 @@ def _word_perplexity(score: Score, tokenizer: Tokenizer, text: SplitRecord | Non
         of = "original text"
     else:
         return None
-    return {
-        "of": of,
+    values = {
         "with_line_ends": _perplexity(*with_ends) if line_end is not None else None,
         "without_line_ends": _perplexity(*without),
     }
+    reasons = {
+        "with_line_ends": "no line end is a token" if line_end is None else _no_perplexity(with_ends[1]),
+        "without_line_ends": _no_perplexity(without[1]),
+    }
+    return {"of": of, **values, "missing": {key: reasons[key] for key, value in values.items() if value is None}}
 
 
 def _perplexity(nats: float, count: int) -> float | None:
@@ -116,6 +141,11 @@ def _perplexity(nats: float, count: int) -> float | None:
         return math.exp(nats / count) if count > 0 else None
     except OverflowError:
         return None
+
+
+def _no_perplexity(count: int) -> str:
+    """Why `_perplexity` is None."""
+    return "it is beyond any float" if count > 0 else "there is no word"
 
 
 def _code_protocol(code: CodeProtocol | str, unit: str) -> Card:
@@ -160,7 +190,9 @@ def _bits_text(card: Card) -> str:
         for key, name in (("bits_per_character", "character"), ("bits_per_byte", "byte"))
     ]
     counts = ", ".join(f"{text[name]:,} {name}" for name in ("characters", "bytes", "words", "lines"))
-    return f"{', '.join(parts)} of the original text ({counts})"
+    absent = card["data"]["not_in_the_tokens"]
+    bound = f"; lower bounds, for this is in the text and in no token: {', '.join(absent)}" if absent else ""
+    return f"{', '.join(parts)} of the original text ({counts}){bound}"
 
 
 def _perplexity_text(perplexity: Card | None) -> str:
@@ -173,7 +205,7 @@ def _perplexity_text(perplexity: Card | None) -> str:
     parts = []
     for key, rule in zip(("with_line_ends", "without_line_ends"), rules, strict=True):
         value = perplexity[key]
-        shown = f"{value:,.4f}" if value is not None else "none (no line ends in the tokens, or no finite value)"
+        shown = f"{value:,.4f}" if value is not None else f"none ({perplexity['missing'][key]})"
         parts.append(f"{shown} {key.replace('_', ' ')}, {rule}")
     return f"per word: {'; '.join(parts)}"
 

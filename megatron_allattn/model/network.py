@@ -66,12 +66,17 @@ class Network(nn.Module):
 def build_vocabulary(
     config: ModelConfig, vocab_size: int, group: Group
 ) -> tuple[VocabularyParallelEmbedding | AdaptiveEmbedding, VocabularyParallelOutput | AdaptiveOutput]:
-    """The embedding and the output layer, plain or adaptive, with weights of their own or shared."""
+    """The embedding and the output layer, plain or adaptive, with weights of their own or shared.
+
+    A plain weight that is shared starts ~ N(0, 1/D) and is multiplied by √D as an embedding (Vaswani et al. 2017,
+    section 3.4), so that both vectors and logits start with unit variance; the paper has no such model.
+    """
     size, tied = config.hidden_size, not config.untie_embeddings_and_output_weights
     if config.cutoffs:
         clusters = Clusters(vocab_size, config.cutoffs, size, config.adaptive_div_value)
         adaptive = AdaptiveEmbedding("embedding", clusters, group)
         return adaptive, AdaptiveOutput("output", clusters, group, adaptive if tied else None)
-    embedding = VocabularyParallelEmbedding("embedding", vocab_size, size, group, Init("normal", 1.0))
+    scale = math.sqrt(size) if tied else 1.0
+    embedding = VocabularyParallelEmbedding("embedding", vocab_size, size, group, Init("normal", 1.0 / scale), scale)
     init = Init("uniform", 1.0 / math.sqrt(size))
     return embedding, VocabularyParallelOutput("output", size, vocab_size, group, init, embedding if tied else None)

@@ -48,18 +48,25 @@ def locate(ids: Tensor, vocab_size: int, group: Group) -> tuple[Tensor, Tensor]:
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token ids [B, M] → vectors [B, M, D], replicated. Each rank looks up its own ids; one all-reduce adds them up."""
+    """Token ids [B, M] → vectors [B, M, D], replicated: the weight's rows times `scale`.
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, group: Group, init: Init) -> None:
+    Each rank looks up its own ids; one all-reduce adds them up.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, group: Group, init: Init, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.group, self.vocab_size = group, vocab_size
+        self.group, self.vocab_size, self.scale = group, vocab_size, scale
         self.weight = logical_parameter(LogicalTensor(f"{name}.weight", (vocab_size, hidden_size), 0, init), group)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
-        rows, own = locate(tokens, self.vocab_size, self.group)
-        return sum_over_shards(F.embedding(rows, self.weight).masked_fill(~own[..., None], 0.0), self.group)
+            vectors = F.embedding(tokens, self.weight)
+        else:
+            rows, own = locate(tokens, self.vocab_size, self.group)
+            vectors = sum_over_shards(F.embedding(rows, self.weight).masked_fill(~own[..., None], 0.0), self.group)
+        return vectors if self.scale == 1.0 else vectors * self.scale
 
 
 class VocabularyParallelOutput(nn.Module):

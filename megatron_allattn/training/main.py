@@ -13,10 +13,11 @@ from datetime import timedelta
 import torch
 
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
+from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.collectives import PeerFailed, is_lost_peer
+from megatron_allattn.parallel.collectives import PeerFailed, agree, is_lost_peer
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.loop import train
@@ -25,7 +26,7 @@ from megatron_allattn.training.session import Session, exit_code, open_session
 
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     """Train as one rank of however many the launcher has started; returns the exit code."""
-    session = None
+    session = lock = None
     try:
         info = discovery.discover()
     except Exception as error:  # a wrong variable is this rank's own: each rank that has one says so
@@ -36,7 +37,10 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     try:
+        own = run.checkpoint.save if groups.rank == 0 else None
+        lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
         session = open_session(run, explicit, groups, device)
+        session.notes += lock.notes if lock is not None else []
         train(session)
         _write_outcome(session, "done", session.why_ended)
         return 0
@@ -45,6 +49,8 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
             _write_outcome(session, "failed", f"{type(error).__name__}: {error}")
         return report_error(error, first=True, rank=groups.rank)
     finally:
+        if lock is not None:
+            lock.release()
         close_groups()
 
 

@@ -83,11 +83,9 @@ def read_case(path: Path, tensor_size: int = 1) -> Case:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        config = json.loads(str(arrays.pop("config")))
     except _UNREADABLE as error:
         raise UsageError(f"{path}: not a reference case ({_reason(error)}); {_GIVE}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: its configuration is not a JSON object; {_GIVE}")
+    config = _read_config(path, arrays.pop("config", None))
     _check_keys(path, config)
     vocab_size = config["vocab"]
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -106,7 +104,20 @@ def read_case(path: Path, tensor_size: int = 1) -> Case:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return "it has no configuration" if isinstance(error, KeyError) else "not a readable NPZ archive"
+    return "not a readable NPZ archive"
+
+
+def _read_config(path: Path, array: np.ndarray | None) -> dict[str, Any]:
+    """The case's configuration, a JSON object as a string."""
+    if array is None:
+        raise UsageError(f"{path}: not a reference case (it has no configuration); {_GIVE}")
+    try:
+        config = json.loads(str(array))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: its configuration is not JSON ({error}); {_GIVE}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: its configuration is not a JSON object; {_GIVE}")
+    return config
 
 
 def _is_adaptive(config: dict[str, Any]) -> bool:
@@ -185,7 +196,9 @@ def _check_arrays(path: Path, case: Case) -> None:
         shapes = f"expected {expected.get(name, 'no such array')}, found {found.get(name, 'none')}"
         raise UsageError(f"{path}: {len(differing)} arrays differ from its configuration, first {name}: {shapes}")
     tokens = case.arrays["tokens"]
-    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= case.vocab_size:
+    if tokens.dtype.kind not in "iu":
+        raise UsageError(f"{path}: its tokens are of type {tokens.dtype}, not integers; {_GIVE}")
+    if tokens.min() < 0 or tokens.max() >= case.vocab_size:
         raise UsageError(f"{path}: its tokens are not all in 0 … {case.vocab_size - 1}; {_GIVE}")
     if other := sorted(name for name in found if name != "tokens" and case.arrays[name].dtype.kind != "f"):
         raise UsageError(f"{path}: {other[0]} holds no floating-point numbers; {_GIVE}")

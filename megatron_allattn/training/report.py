@@ -7,6 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_allattn.config import ModelConfig, RunConfig
+from megatron_allattn.config.reporting import tell_lost_output
 from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.training.session import Session
@@ -93,10 +94,11 @@ class Console:
         self._began = self._last = time.monotonic()
 
     def say(self, line: str) -> None:
-        """One plain line, on the first rank."""
+        """One plain line, on the first rank. An output that fails is told once; the run goes on without it."""
         if self._session.first_rank:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
+            tell_lost_output()
 
     def step(self, record: dict[str, Any]) -> None:
         """Tell of a training record: every interval, and at the last step."""

@@ -13,6 +13,7 @@ from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
 from megatron_allattn.data.dataset import Dataset
+from megatron_allattn.data.tokenizers import difference, tokenizer_from_json
 from megatron_allattn.training.metrics import drop_records_after
 
 # What a run must be resumed with, by section of the configuration; None: with all of it.
@@ -20,6 +21,10 @@ _Fixed = dict[str, tuple[str, ...] | None]
 _TRAINING = ("seq_length", "global_batch_size", "seed", "bf16", "fp16")
 _FIXED: _Fixed = {"model": None, "optimizer": None, "training": _TRAINING}
 _FIXED_WITH_PLATEAU: _Fixed = {**_FIXED, "training": (*_TRAINING, "eval_interval", "eval_iters")}  # when it is seen
+UNKNOWN_TOKENS = (
+    "the checkpoint does not say what its ids mean (it was converted without --vocabulary): the data's tokenizer could "
+    "not be compared with its own, only their sizes; if they differ, the loss means nothing"
+)
 _FIXED_WHEN_CONVERTED: _Fixed = {"model": None, "optimizer": ("optimizer",)}
 
 
@@ -36,6 +41,11 @@ def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
 def is_converted(state: dict[str, Any]) -> bool:
     """Whether a checkpoint's state was made by a conversion rather than by a run."""
     return state["data"] is None
+
+
+def knows_its_tokens(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint says what its ids mean: one that was converted without a vocabulary does not."""
+    return not (is_converted(state) and state["tokenizer"]["type"] == "null")
 
 
 def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
@@ -63,18 +73,24 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
 def check_data(
     data_path: str | None, dataset: Dataset, step_folder: Path, state: dict[str, Any], *, same_text: bool
 ) -> None:
-    """The tokens mean the same and, with `same_text`, are the same. Raises UsageError listing both values."""
+    """The tokens mean the same and, with `same_text`, are the same. Raises UsageError listing both values.
+
+    Where the checkpoint does not know its tokens (`knows_its_tokens`), only their number can be compared.
+    """
     tokenizer, shown = dataset.tokenizer, data_path or "(left out: Python's own sources)"
     rows: list[tuple[str, int | str, int | str]] = [("vocabulary size", tokenizer.vocab_size, state["vocab_size"])]
-    if not (is_converted(state) and state["tokenizer"]["type"] == "null"):
+    words = ""
+    if knows_its_tokens(state):
         rows.append(("tokenizer", tokenizer.fingerprint, state["tokenizer_sha256"]))
+        then = tokenizer_from_json(state["tokenizer"], str(step_folder / "state.json"))
+        words = f" ({found})" if (found := difference(tokenizer, then)) else ""
     if same_text:
         rows.append(("data", dataset.fingerprint, state["data_sha256"]))
-    for what, found, kept in rows:
-        if found != kept:
+    for what, now, kept in rows:
+        if now != kept:
             fix = "resume with the same data" if same_text else "give data prepared with the same tokenizer"
             raise UsageError(
-                f"--data-path {shown}: its {what} is {found}, {step_folder} was trained with {kept}; {fix}"
+                f"--data-path {shown}: its {what} is {now}, {step_folder} was trained with {kept}{words}; {fix}"
             )
 
 

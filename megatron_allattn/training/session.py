@@ -16,6 +16,7 @@ from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
+from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
@@ -27,7 +28,14 @@ from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
 from megatron_allattn.training.plateau import Plateau
-from megatron_allattn.training.resume import check_resume, find_checkpoint, is_converted, trim_metrics
+from megatron_allattn.training.resume import (
+    UNKNOWN_TOKENS,
+    check_resume,
+    find_checkpoint,
+    is_converted,
+    knows_its_tokens,
+    trim_metrics,
+)
 
 T = TypeVar("T")
 
@@ -61,8 +69,11 @@ class Session:
         return self.engine.groups.rank == 0
 
     def describe_loss(self, loss: float) -> str:
-        """The loss in the tokenizer's usual unit: bpc 1.234 or ppl 20.1."""
-        return ", ".join(f"{name} {value:.4f}" for name, value in per_unit(loss, self.dataset.tokenizer.unit).items())
+        """The loss in the tokenizer's usual unit: bpc 1.2340 or ppl 20.1000; from a million on, ppl 1.014e+304."""
+        return ", ".join(
+            f"{name} {value:{'.4f' if value < 1e6 else '.4g'}}"
+            for name, value in per_unit(loss, self.dataset.tokenizer.unit).items()
+        )
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
@@ -96,6 +107,7 @@ class Session:
         self.notes.append(f"resumed from {step_folder}")
         if is_converted(state):
             self.notes.append("it was converted: the streams start at the beginning of the data with empty caches")
+            self.notes += [] if knows_its_tokens(state) else [UNKNOWN_TOKENS]
             save.load(step_folder, self.engine, None)
             return
         agree(lambda: self.streams.load_state(state["data"]), self.engine.groups.world, exit_code)
@@ -108,14 +120,17 @@ def exit_code(error: BaseException) -> int:
 
 
 def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:
-    """Build a run, resumed if asked for. Collective. Raises UsageError; PeerFailed where another rank reports it."""
+    """Build a run, resumed if asked for. Collective; the first rank holds the run folder's lock.
+
+    Raises UsageError; PeerFailed where another rank reports it.
+    """
 
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
     agreed(lambda: _check_precision(run, device))
     agreed(lambda: check_sinks(run.logging))
-    dataset = agreed(lambda: open_dataset(run.data, explicit))
+    dataset = agreed(lambda: open_dataset(run.data, explicit, prepare=prepare_arguments(run.recipe)))
     agreed(lambda: check_vocabulary(run.model, dataset.tokenizer.vocab_size))
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)

@@ -427,3 +427,35 @@ def test_models_that_code_does_not_have(tmp_path: Path, section: str, changed: d
     with pytest.raises(UsageError) as refusal:
         written(found, run, None)
     assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "line"),
+    [
+        (
+            "plain",
+            lambda saved: saved["optimizer"]["state"][2]["sum"].view(-1)[1:3].fill_(-0.5),
+            "state sum of .* -0.5",
+        ),
+        (
+            "tied",
+            lambda saved: saved["optimizer"]["state"][0]["exp_avg_sq"].view(-1)[3].fill_(-2),
+            "exp_avg_sq of .* -2",
+        ),
+        (
+            "plain",
+            lambda saved: [
+                v.view(-1)[1].fill_(1.5) for k, v in saved["model"].items() if "0.attn" in k and "val" in k[-4:]
+            ],
+            r"key module.layers.0.attn.attn.adaptive_span._mask.current_val holds 1.5, expected numbers from 0 to 1",
+        ),
+    ],
+    ids=["adagrad", "adam", "span"],
+)
+def test_numbers_that_no_run_can_have_are_refused(
+    tmp_path: Path, name: str, damage: Callable[[dict[str, Any]], object], line: str
+) -> None:
+    saved = content(SHAPES[name])
+    damage(saved)
+    with pytest.raises(UsageError, match=line.replace("module.", "").replace(" -", " holds -")):
+        adaptive_span.read(save(tmp_path / "a.pt", saved))

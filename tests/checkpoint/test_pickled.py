@@ -1,5 +1,6 @@
 """Reading files of torch.save: no code runs, damage is one line. Writing: whole or not at all."""
 
+import errno
 import os
 import pickle
 import resource
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_allattn.checkpoint.files import StorageError
+from megatron_allattn.checkpoint.files import StorageError, write_text_atomic
 from megatron_allattn.checkpoint.pickled import read_pickled, write_pickled
 from megatron_allattn.config import UsageError
 from tests.support.forked import run_forked
@@ -151,3 +152,16 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert code == 1
     assert text.startswith(f"{StorageError.__name__}: {tmp_path / 'a.pt'}: ") and "8,000 bytes needed" in text, text
     assert os.listdir(tmp_path) == []
+
+
+def test_a_clean_up_that_fails_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match=r"a\.pt: the folder is not writable: [0-9,]+ bytes needed, .*permissions"):
+        write_pickled(tmp_path / "a.pt", CONTENT)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match=r"b\.txt: the folder is not writable: .*permissions"):
+        write_text_atomic(tmp_path / "b.txt", "text")

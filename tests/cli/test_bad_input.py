@@ -327,7 +327,8 @@ def test_resume_on_data_of_another_vocabulary(place: Place) -> None:
     size = json.loads((place.folder / "char2.json").read_text())["tokenizer"]["characters"]
     line = place.refused(*TRAIN, "--load", "old", "--save", "old", "--data-path", "char2", ranks=2)
     assert line.startswith(
-        f"--data-path char2: its vocabulary size is {len(size)}, {STEP_FOLDER} was trained with 256; resume with"
+        f"--data-path char2: its vocabulary size is {len(size)}, {STEP_FOLDER} was trained with 256 "
+        f"(kind char, not byte; vocabulary size {len(size)}, not 256); resume with"
     )
 
 

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,35 @@ def test_from_text_to_the_papers_numbers(tool: Tool, tmp_path: Path, path: Path,
     assert card["code_protocol"]["nats_per_token"] == pytest.approx(beside["code_protocol"]["batch_8"], rel=5e-7)
 
 
+@pytest.mark.parametrize("kind", ["byte", "char", "word"])
+def test_the_vocabulary_may_be_that_of_prepared_data_or_of_a_run(tool: Tool, tmp_path: Path, kind: str) -> None:
+    """A model of a kind's text comes back with its tokenizer, newline rule included, and scores that text."""
+    prepare, evaluate = (
+        runpy.run_path(str(ROOT / f"tools/{name}.py"))["main"] for name in ("prepare_data", "evaluate")
+    )
+    (tmp_path / "text").write_text("a_b c\n\nb a_c\n" * 60)
+    data = tmp_path / "P"
+    flags = [kind, "--input", str(tmp_path / "text"), "--output-prefix", str(data), "--newline", "eos"]
+    assert prepare([*flags, *(["--compact-vocabulary"] if kind == "byte" else [])]) == 0
+    described = json.loads(Path(f"{data}.json").read_bytes())
+    torch.save(content(replace(SHAPES["plain"], vocabulary=described["vocabulary_size"])), tmp_path / "a.pt")
+    vocabulary = Path(f"{data}.json")
+    for name in ("one", "two"):
+        assert tool(*FROM, tmp_path / "a.pt", "--output", tmp_path / name, "--vocabulary", vocabulary)[0] == 0
+        vocabulary = next((tmp_path / name).rglob("state.json"))
+        assert json.loads(vocabulary.read_bytes())["tokenizer"] == described["tokenizer"]
+        card = tmp_path / f"{name}.json"
+        assert evaluate(["--load", str(tmp_path / name), "--data-path", str(data), "--json", str(card)]) == 0
+        assert json.loads(card.read_bytes())["data"]["tokenizer"]["is_the_checkpoints"] is True
+    code, _, errors = tool(*FROM, CHAR, "--output", tmp_path / "no", "--vocabulary", f"{data}.json")
+    rule = f"has a vocabulary of {described['vocabulary_size']} tokens, the checkpoint one of 61"
+    assert (code, errors.startswith(f"error: file {data}.json: {rule};")) == (2, True)
+    code, _, errors = tool(
+        *FROM, tmp_path / "a.pt", "--output", tmp_path / "no", "--vocabulary", vocabulary, "--span-ramp=7"
+    )
+    assert (code, "says 32; give --span-ramp 32" in errors) == (2, True)
+
+
 def token_file(prefix: Path, tokens: np.ndarray) -> None:
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_sequence(tokens.astype(np.uint16))
@@ -219,6 +249,7 @@ def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path
             done = program.run(*layout, *flags, *model, *optimizer, *data, folder=tmp_path, ranks=ranks)
             assert [one.returncode for one in done] == [0] * ranks, done[0].output
             assert "it was converted" in done[0].output
+            assert "the checkpoint does not say what its ids mean" in done[0].output
             records = [json.loads(line) for line in (tmp_path / f"tp{ranks}/metrics.jsonl").read_text().splitlines()]
             losses[ranks] = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     expected = continued(text, with_state=True)

@@ -121,6 +121,14 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
             ["--recipe", "enwik8smal"],
             f"--recipe enwik8smal: unknown recipe; did you mean enwik8-small? --recipe list shows all {len(RECIPES)}",
         ),
+        (
+            ["--recipe", "list", "--no-adaptive-span"],
+            "--no-adaptive-span: has no effect with --recipe list, which only",
+        ),
+        (
+            ["--lr", "3", "--recipe=list"],
+            "--lr: has no effect with --recipe list, which only prints; give one of the two",
+        ),
         (["--recipe", "None"], "--recipe None: unknown recipe; --recipe list shows all "),
         (["--local_rank"], "--local_rank: needs a value"),
         (["--deepspeed", "zero.json"], "argument zero.json: every argument is a flag"),

@@ -51,3 +51,10 @@ def test_a_token_twice_is_an_error(tmp_path: Path) -> None:
     for vocabulary in (["a", "b", "a"], ["1", "<eos>", "1"], ["the", "cat", "the"]):
         with pytest.raises(UsageError, match="stands in it twice"):
             tokenizer_of(vocabulary)
+
+
+def test_a_space_twice_is_explained() -> None:
+    with pytest.raises(UsageError, match=r"has both _ and ' ', and _ is read as ' '.*; leave one .* P.json"):
+        tokenizer_of(["a", "_", " ", "<eos>"])
+    with pytest.raises(UsageError, match=r"has both <eos> and '\\n'"):
+        tokenizer_of(["a", "\n", "<eos>"])

@@ -235,8 +235,21 @@ def test_files_of_other_data_are_noticed(tmp_path: Path) -> None:
 def test_wrong_counts_in_a_manifest_are_noticed(tmp_path: Path) -> None:
     prefix = prepared(tmp_path)
     path = tmp_path / "P.json"
-    path.write_text(path.read_text().replace('"tokens": 80,', '"tokens": 81,'))
-    assert "P_train.bin: has 80 tokens of uint8, its manifest says 81" in refusal(prefix)
+    written = path.read_text()
+    for before, after in (
+        ('"tokens": 80,', '"tokens": 81,'),
+        ('"words": ', '"words": 1'),
+        ('"type": "byte"', '"type": "null"'),
+    ):
+        assert before in written
+        path.write_text(written.replace(before, after))
+        assert f"manifest {path}: is not what was written (another SHA-256); prepare the data again" in refusal(prefix)
+    content = json.loads(written)
+    path.write_text(json.dumps(dict(reversed(content.items()))))  # formatted by another program: the same content
+    assert len(opened(prefix).train) == 80
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    assert f"manifest {path}: is damaged ('sha256')" in refusal(prefix)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -255,6 +268,12 @@ def test_nothing_there(tmp_path: Path) -> None:
     message = refusal(tmp_path / "text.txt")
     assert f"prepare_data.py byte --input {tmp_path}/text.txt --output-prefix {tmp_path}/text" in message
     assert f"the folder {tmp_path}/none does not exist" in refusal(tmp_path / "none" / "P")
+
+
+def test_the_hint_names_the_kind_that_the_recipe_needs(tmp_path: Path) -> None:
+    for prefix in (tmp_path / "P", tmp_path / "none" / "P"):
+        with pytest.raises(UsageError, match=rf"prepare_data.py wikitext-103 --output-prefix {prefix}$"):
+            open_dataset(DataConfig(data_path=str(prefix)), prepare="wikitext-103")
 
 
 def test_half_of_a_bare_file(tmp_path: Path) -> None:

@@ -481,3 +481,10 @@ def test_mirrors_are_files_or_folders(mirror: str, url: str) -> None:
 def test_mirrors_of_other_kinds_are_refused(mirror: str) -> None:
     with pytest.raises(UsageError, match=r"--mirror .*is not an http or https address"):
         mirror_url(mirror, "x.zip")
+
+
+def test_a_redirect_loop_is_told_in_one_line(fetch: Fetch, server: FileServer) -> None:
+    server.plan = [Step(status=302, location="/x.zip")] * 12
+    with pytest.raises(DownloadError, match=r"HTTP status 302 .* infinite loop"):
+        fetch()
+    assert fetch.lines and all("\n" not in line for line in fetch.lines)

@@ -1,5 +1,6 @@
 """Preparation: exact tokens, counts, entropies and hashes; whole or not at all under errors, kills and neighbours."""
 
+import errno
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ from megatron_allattn.config.errors import UsageError
 from megatron_allattn.data import prepare as prepare_module
 from megatron_allattn.data.corpora import files_corpus
 from megatron_allattn.data.indexed import IndexedReader
-from megatron_allattn.data.manifest import Manifest
+from megatron_allattn.data.manifest import Manifest, read_manifest
 from megatron_allattn.data.prepare import Preparation, prepare, unigram_entropy
 from megatron_allattn.data.splits import split_boundaries
 from megatron_allattn.data.tokenizers import CharTokenizer
@@ -369,3 +370,24 @@ def test_memory_is_bounded_and_progress_complete(tmp_path: Path) -> None:
     assert made.tokens == (size // len(line)) * len(line.decode())
     assert sum(done) == large.total_work() == 3 * (tmp_path / "large.txt").stat().st_size
     assert peak < 16_000_000
+
+
+def test_a_clean_up_that_fails_hides_neither_an_error_nor_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def check(made: Manifest) -> tuple[str, ...]:
+        monkeypatch.setattr(Path, "rmdir", refuse)
+        monkeypatch.setattr(Path, "glob", refuse)
+        if not made.tokens % 2:
+            raise UsageError("the first error")
+        return ()
+
+    with pytest.raises(UsageError, match="the first error"):
+        prepare(job(tmp_path, b"text", split="1,0,0", check=check))
+    monkeypatch.undo()
+    assert prepare(job(tmp_path, b"texts", split="1,0,0", check=check)).tokens == 5
+    monkeypatch.undo()
+    assert read_manifest(tmp_path / "out" / "P") is not None

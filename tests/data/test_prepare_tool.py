@@ -261,3 +261,26 @@ def test_ended_by_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals
     assert process.returncode == code, error
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_report_that_cannot_be_printed_does_not_undo_the_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab" * 8)
+    command = [sys.executable, str(TOOL), "byte", "--input", "a.txt", "--output-prefix", "P", "--split", "2,1,1"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and "nothing was written" not in done.stderr
+    assert done.stderr.startswith("P: the data is complete, only this report could not be printed\n")
+    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == OUTPUTS | {"a.txt"}
+
+
+def test_a_split_without_a_file_is_reported(
+    tmp_path: Path, main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a b\n" * 8)
+    given = ["--input", str(tmp_path / "a.txt"), "--test-input", str(tmp_path / "a.txt")]
+    assert main(["word", *given, "--output-prefix", str(tmp_path / "P")]) == 0
+    note = "the valid split is empty, since there is no --valid-input"
+    assert f"  note: {note}\n" in capsys.readouterr().out
+    assert note in json.loads((tmp_path / "P.json").read_text())["notes"]

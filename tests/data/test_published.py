@@ -242,7 +242,7 @@ def test_given_archives_that_are_refused(tmp_path: Path) -> None:
         ("enwik8", b"", "File is not a zip file"),
         ("enwik8", ARCHIVES["text8"], "member enwik8 of archive .*: is missing, it holds text8;"),
         ("enwik8", ARCHIVES["enwik8"][:-25], "is damaged or cut short"),
-        ("enwik8", zipped({"enwik8": b""}), "holds no text"),
+        ("enwik8", zipped({"enwik8": b""}), "holds no text; get the archive again, or give another one with --archive"),
         ("enwik8", zipped({"enwik8": b"ten bytes."}), "leaves none of 10 tokens to valid"),
         (
             "text8",

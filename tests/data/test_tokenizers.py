@@ -14,6 +14,8 @@ from megatron_allattn.data.tokenizers import (
     CharTokenizer,
     NullTokenizer,
     Tokenizer,
+    WordTokenizer,
+    difference,
     tokenizer_from_file,
     tokenizer_from_json,
 )
@@ -145,3 +147,22 @@ def test_model_file_is_a_tokenizer_or_a_manifest(tmp_path: Path) -> None:
         tokenizer_from_file(path)
     with pytest.raises(UsageError, match=r"none\.json: cannot be read \(No such file"):
         tokenizer_from_file(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (ByteTokenizer(), ByteTokenizer(), ""),
+        (ByteTokenizer(), ByteTokenizer(newline="eos"), "newline rule symbol, not eos"),
+        (ByteTokenizer([97, 98]), CharTokenizer(["a", "b", "c"]), "kind byte, not char; vocabulary size 2, not 3"),
+        (CharTokenizer(["a", "b", "c"]), CharTokenizer(["a", "c", "b"]), "id 1 is 'b', not 'c'"),
+        (ByteTokenizer(), ByteTokenizer(range(256)), "every id has the same text, but they are described differently"),
+        (
+            WordTokenizer(["the", "cat"], "drop"),
+            WordTokenizer(["the", "<eos>", "mat"]),
+            "vocabulary size 2, not 3; newline rule drop, not eos; id 1 is 'cat', not '\\n'",
+        ),
+    ],
+)
+def test_difference_in_words(one: Tokenizer, other: Tokenizer, words: str) -> None:
+    assert difference(one, other) == words

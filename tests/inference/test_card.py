@@ -1,9 +1,10 @@
 """The numbers on the card, worked out by hand from nats and counts, and the sentences around them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from megatron_allattn.data.tokenizers import ByteTokenizer, CharTokenizer, NullT
 from megatron_allattn.inference.card import Card, card_text, evaluation_card
 from megatron_allattn.inference.model import LoadedModel
 from megatron_allattn.inference.scoring import CodeProtocol, Score
+from megatron_allattn.training.resume import UNKNOWN_TOKENS
 
 LN2 = math.log(2)
 SETTINGS = {"precision": "float32", "block_length": 32, "overlap": True}
+STATE = {"step": 1200, "data": {}, "tokenizer": {"type": "byte", "vocab_size": 256}}
 CODE = CodeProtocol(mean_nats=2 * LN2, predictions=512, dropped=7, num_streams=8, block_length=64)
 TEXT = SplitRecord(
     tokens=80,
@@ -40,6 +43,7 @@ def card(
     code: CodeProtocol | str = CODE,
     settings: Card = SETTINGS,
     lost: int = 0,
+    state: Mapping[str, Any] = MappingProxyType({}),
     **model: Any,
 ) -> Card:
     """The card of `tokens` whose predictions, from the second on, cost `nats`."""
@@ -64,7 +68,9 @@ def card(
         splits={"valid": text} if text is not None else None,
     )
     run = RunConfig(model=ModelConfig(**model), recipe="demo")
-    loaded = LoadedModel(SimpleNamespace(), run, {"step": 1200}, Path("R/checkpoints/step_00001200"), ["passed over X"])
+    loaded = LoadedModel(
+        SimpleNamespace(), run, {**STATE, **state}, Path("R/checkpoints/step_00001200"), ["passed over X"]
+    )
     return evaluation_card(loaded, dataset, "valid", score, code, settings)
 
 
@@ -81,6 +87,7 @@ def test_bytes() -> None:
         "of": "original text",
         "with_line_ends": pytest.approx(2 ** (200 / 25)),
         "without_line_ends": pytest.approx(2 ** (200 / 20)),
+        "missing": {},
     }
 
 
@@ -109,6 +116,7 @@ def test_words_with_and_without_line_ends() -> None:
         "of": "tokens",
         "with_line_ends": pytest.approx(2 ** (20 / 8)),
         "without_line_ends": pytest.approx(2**3),
+        "missing": {},
     }
 
 
@@ -119,8 +127,9 @@ def test_words_without_line_ends_in_the_tokens() -> None:
         "of": "tokens",
         "with_line_ends": None,
         "without_line_ends": pytest.approx(4.0),
+        "missing": {"with_line_ends": "no line end is a token"},
     }
-    assert "none (no line ends in the tokens, or no finite value) with line ends" in card_text(found)
+    assert "none (no line end is a token) with line ends" in card_text(found)
 
 
 def test_unknown_text() -> None:
@@ -135,7 +144,45 @@ def test_unknown_text() -> None:
 def test_a_perplexity_beyond_floats_is_none() -> None:
     found = card(ByteTokenizer(), [1, 2], [1e6])
     assert found["word_perplexity"]["without_line_ends"] is None
+    assert "none (it is beyond any float) without line ends" in card_text(found)
     assert found["total_nats"] == 1e6
+
+
+def test_no_word_has_no_perplexity() -> None:
+    found = card(WordTokenizer(["a", "<eos>"]), [0, 1, 1], [1.0, 1.0])
+    assert found["word_perplexity"]["missing"] == {"without_line_ends": "there is no word"}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "absent"),
+    [
+        (ByteTokenizer(), []),
+        (CharTokenizer(["\n", "a"], "eos"), []),
+        (CharTokenizer(["\n", "a"], "drop"), ["line ends"]),
+        (WordTokenizer(["a", "<eos>"]), ["which white space stands between words"]),
+        (WordTokenizer(["a", "b"], "drop"), ["which white space stands between words", "line ends"]),
+    ],
+)
+def test_text_that_is_in_no_token_makes_bits_a_lower_bound(tokenizer: Tokenizer, absent: list[str]) -> None:
+    found = card(tokenizer, [0, 1], [1.0])
+    assert found["data"]["not_in_the_tokens"] == absent
+    bound = f"; lower bounds, for this is in the text and in no token: {', '.join(absent)}\n"
+    assert (bound in card_text(found)) == bool(absent)
+    assert card(tokenizer, [0, 1], [1.0], text=None)["data"]["not_in_the_tokens"] is None
+
+
+def test_a_checkpoint_that_does_not_know_its_tokens() -> None:
+    unknown = {"data": None, "tokenizer": {"type": "null", "vocab_size": 256}}
+    found = card(ByteTokenizer(), [1, 2], [1.0], state=unknown)
+    assert found["data"]["tokenizer"]["is_the_checkpoints"] is None
+    assert found["notes"] == ["passed over X", UNKNOWN_TOKENS]
+    assert f"note          {UNKNOWN_TOKENS}" in card_text(found).splitlines()
+    for state in (
+        {"data": None},
+        {"data": {}, "tokenizer": unknown["tokenizer"]},
+    ):  # converted with one; ours of bare ids
+        found = card(ByteTokenizer(), [1, 2], [1.0], state=state)
+        assert (found["data"]["tokenizer"]["is_the_checkpoints"], found["notes"]) == (True, ["passed over X"])
 
 
 def test_the_codes_protocol_in_the_units_of_the_tokenizer() -> None:

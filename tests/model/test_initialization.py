@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_allattn.config import ModelConfig
+from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.initialization import initialize, load_logical
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE, Group
@@ -98,8 +100,20 @@ def test_distributions_of_an_adaptive_vocabulary(tied: bool) -> None:
 def test_a_tied_vocabulary_starts_from_the_embedding() -> None:
     weights = weights_of(replace(ALL_ATTENTION, **TIED), 7)
     assert "output.weight" not in weights
-    assert_normal(weights["embedding.weight"], 1.0)
+    assert_normal(weights["embedding.weight"], 1 / 64)
     assert_uniform(weights["output.bias"], 1 / math.sqrt(64))
+
+
+@pytest.mark.parametrize(("tied", "above"), [({}, 1.0), (TIED, math.sqrt(64))], ids=["untied", "tied"])
+def test_a_plain_network_starts_near_the_uniform_guess(tied: dict, above: float) -> None:
+    """A tied one gives the token that it reads a logit of up to √D: the residual stream carries that token's vector."""
+    network = Network(replace(ALL_ATTENTION, **tied), VOCABULARY, ALONE, FusedOps("torch"))
+    initialize(network, 7)
+    tokens = torch.randint(VOCABULARY, (8, 33), generator=torch.Generator().manual_seed(1))
+    slot = CacheSlot(2, 8, 64, torch.float32, torch.device("cpu"))
+    context = BlockContext(windows=(64, 64), cache=slot, dropout_keys=None)
+    loss = network(tokens[:, :-1], context, tokens[:, 1:]).mean().item()
+    assert math.log(VOCABULARY) - 0.2 < loss < math.log(VOCABULARY) + above
 
 
 def test_tensors_are_independent_of_each_other_and_decided_by_the_seed() -> None:

@@ -67,7 +67,8 @@ def draw(config: dict[str, Any], seed: int) -> Weights:
 
 def embed(weights: Weights, config: dict[str, Any], tokens: Tensor) -> Tensor:
     if not config.get("adapt_io"):
-        return weights["embedding.weight"][tokens]
+        rows = weights["embedding.weight"][tokens]
+        return rows * config["d"] ** 0.5 if config.get("tied") else rows
     tables = [
         weights[f"embedding.cluster{k}.weight"] @ weights[f"embedding.cluster{k}.projection"].T
         for k in range(len(config["cutoffs"]) + 1)

@@ -129,6 +129,9 @@ def content(shape: Shape, seed: int = 0) -> dict[str, Any]:
         for parameter in network.parameters():
             parameter.grad = 0.1 * torch.randn_like(parameter)
         optimizer.step()
+        for parameter in network.parameters():
+            if parameter.shape == (shape.heads, 1, 1):
+                parameter.data.clamp_(0, 1)  # spans, as that code does
     return {
         "iter_no": 3,
         "model": nn.DataParallel(network).state_dict(),

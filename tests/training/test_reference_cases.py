@@ -157,3 +157,18 @@ def test_neither_log_probs_nor_nll_is_refused(tmp_path: Path) -> None:
         UsageError, match=r"3 arrays differ .* first step0/log_probs: expected \(2, 8, 31\), found none"
     ):
         read_case(record_case(tmp_path / "case.npz", BASE, kinds=()))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"tokens": np.zeros((2, 25))}, "its tokens are of type float64, not integers"),
+        ({"tokens": np.full((2, 25), 31)}, "its tokens are not all in 0 … 30"),
+        ({"config": np.array("{'vocab': 31}")}, "its configuration is not JSON"),
+        ({"config": np.array("[31]")}, "its configuration is not a JSON object"),
+        ({"config": None}, "it has no configuration"),
+    ],
+)
+def test_the_reason_is_the_right_one(tmp_path: Path, arrays: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_case(rewrite(record_case(tmp_path / "case.npz", BASE), **arrays))

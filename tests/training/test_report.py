@@ -186,3 +186,19 @@ def test_header_says_what_ends_a_run_at_a_plateau() -> None:
     assert header_of(run)[4].endswith(words)
     latest = replace(run, optimizer=replace(optimizer, lr_decay_iters=150_000))
     assert header_of(latest)[4].endswith(f"{words} or step 150,000")
+
+
+@pytest.mark.parametrize(
+    ("unit", "loss", "words"),
+    [
+        ("token", 3.0, "ppl 20.0855"),
+        ("token", 13.8, "ppl 984609.1112"),
+        ("token", 13.9, "ppl 1.088e+06"),
+        ("token", 700.0, "ppl 1.014e+304"),
+        ("byte", 700.0, "bpc 1009.8865"),
+        ("token", float("nan"), "ppl nan"),
+    ],
+)
+def test_a_huge_perplexity_is_told_in_few_digits(unit: str, loss: float, words: str) -> None:
+    run = SimpleNamespace(dataset=SimpleNamespace(tokenizer=SimpleNamespace(unit=unit)))
+    assert Session.describe_loss(cast(Session, run), loss) == words

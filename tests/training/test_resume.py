@@ -23,7 +23,7 @@ from megatron_allattn.parallel.groups import ALONE, single_process_groups
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.metrics import Metrics
 from megatron_allattn.training.plateau import Plateau
-from megatron_allattn.training.resume import check_resume, find_checkpoint, trim_metrics
+from megatron_allattn.training.resume import UNKNOWN_TOKENS, check_resume, find_checkpoint, trim_metrics
 from megatron_allattn.training.session import Session
 from tests.support.commands import corpus, records
 
@@ -204,6 +204,7 @@ def test_a_converted_checkpoint_starts_the_data_anew(alone: RunConfig, tmp_path:
     assert session.notes == [
         f"resumed from {step_folder}",
         "it was converted: the streams start at the beginning of the data with empty caches",
+        UNKNOWN_TOKENS,
     ]
     assert (session.step, session.streams.position, session.plateau) == (22, 0, Plateau())
     assert all(tensor is not None and tensor.shape[1] == 0 for _, tensor in session.engine.caches())

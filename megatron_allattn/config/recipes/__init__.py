@@ -6,16 +6,21 @@ Where the paper is silent the recipe says what was chosen, in its function's com
 from megatron_allattn.config.recipes.ablations import ABLATIONS
 from megatron_allattn.config.recipes.characters import CHARACTERS
 from megatron_allattn.config.recipes.demo import DEMO
-from megatron_allattn.config.recipes.recipe import Recipe
+from megatron_allattn.config.recipes.recipe import BYTES, Recipe
 from megatron_allattn.config.recipes.scaled import SCALED
 from megatron_allattn.config.recipes.words import WORDS
 
-__all__ = ["RECIPES", "Recipe", "recipe_table"]
+__all__ = ["RECIPES", "Recipe", "prepare_arguments", "recipe_table"]
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DEMO, *CHARACTERS, *WORDS, *ABLATIONS, *SCALED)}
 """Every recipe by the name that --recipe takes."""
 
 _HEADER = ("recipe", "parameters", "persistent", "tokens/step", "GPUs", "")
+
+
+def prepare_arguments(recipe: str | None) -> str:
+    """How a run's data is made: the arguments of tools/prepare_data.py, those for any text without a recipe."""
+    return RECIPES[recipe].prepare if recipe in RECIPES else BYTES
 
 
 def recipe_table() -> str:

@@ -41,6 +41,7 @@ def _of(suffix: str, about: str, make: Callable[[], RunConfig], millions: int | 
         make=make,
         vocab_size=VOCABULARY["text8"],
         gpus=64,
+        prepare="text8",
         paper_millions=millions,
     )
 

@@ -85,6 +85,7 @@ def _all_attention_recipe(corpus: str, size: str, *, millions: int, test: float,
         make=lambda: all_attention(corpus, size),
         vocab_size=VOCABULARY[corpus],
         gpus=8 if size == "small" else 64,
+        prepare=corpus,
         paper_millions=millions,
         paper_dev=dev,
         paper_test=test,
@@ -102,6 +103,7 @@ def _transformer_recipes(
         make=lambda: transformer(corpus, size, adaptive_span=True),
         vocab_size=vocab_size,
         gpus=gpus,
+        prepare=corpus,
         paper_millions=millions,
         paper_dev=dev,
         paper_test=test,
@@ -112,6 +114,7 @@ def _transformer_recipes(
         make=lambda: transformer(corpus, size, adaptive_span=False),
         vocab_size=vocab_size,
         gpus=gpus,
+        prepare=corpus,
     )
     return adaptive, fixed
 

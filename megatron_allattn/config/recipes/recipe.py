@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from megatron_allattn.config.parameters import Parameters, count_parameters
 from megatron_allattn.config.run import RunConfig
 
+BYTES = "byte --input FILE"
+"""Arguments of tools/prepare_data.py for any text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -25,6 +28,9 @@ class Recipe:
 
     gpus: int
     """Processes it was sized for."""
+
+    prepare: str = BYTES
+    """How its data is made: the arguments of tools/prepare_data.py, without the prefix."""
 
     paper_millions: int | None = None
     """Parameters that the paper gives, in millions."""

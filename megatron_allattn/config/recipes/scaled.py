@@ -66,6 +66,7 @@ def _recipe(size: str, gpus: int, make: Callable[[], RunConfig]) -> Recipe:
         make=make,
         vocab_size=VOCABULARY,
         gpus=gpus,
+        prepare=f"sentencepiece --input FILE --vocab-size {VOCABULARY}",
     )
 
 

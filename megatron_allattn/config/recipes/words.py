@@ -67,6 +67,7 @@ WORDS: tuple[Recipe, ...] = (
         make=wikitext103,
         vocab_size=VOCABULARY,
         gpus=64,
+        prepare="wikitext-103",
         paper_millions=133,
         paper_dev=19.7,
         paper_test=20.6,
@@ -77,6 +78,7 @@ WORDS: tuple[Recipe, ...] = (
         make=wikitext103_three_clusters,
         vocab_size=VOCABULARY,
         gpus=64,
+        prepare="wikitext-103",
     ),
 )
 """Table 3 of the paper."""

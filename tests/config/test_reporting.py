@@ -1,0 +1,113 @@
+"""Printing that fails ends no program: what is told, once, and which exit code follows."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO, cast
+
+import pytest
+
+from megatron_allattn.config.reporting import Output, run_program, tell_lost_output
+from tests.support.forked import run_forked
+
+FULL = "/dev/full"
+
+
+def ended(main: Callable[[], int], output: Callable[[], TextIO | None], errors: Path) -> tuple[int, str]:
+    """Exit code and stderr of a program with this standard output."""
+
+    def program() -> None:
+        sys.stderr = open(errors, "w")  # noqa: SIM115
+        sys.stdout = cast(TextIO, output())
+        run_program(main)
+
+    code, _ = run_forked(program)
+    return code, errors.read_text()
+
+
+def full() -> TextIO:
+    return open(FULL, "w")
+
+
+def broken_pipe() -> TextIO:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return open(write_end, "w")
+
+
+def closed() -> None:
+    """What Python has for a descriptor that was closed before the start."""
+    os.close(1)
+
+
+def prints(code: int, lines: int = 5000) -> int:
+    for number in range(lines):
+        print("a line that fills the buffer after a while", number)
+    return code
+
+
+def goes_on() -> int:
+    """As a run does: the failure is told and is no error."""
+    for _ in range(3):
+        print("step", flush=True)
+        tell_lost_output()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [(full, "No space left on device"), (closed, "Bad file descriptor")],
+)
+def test_lost_output_is_one_line_and_exit_code_1(
+    output: Callable[[], TextIO | None], reason: str, tmp_path: Path
+) -> None:
+    line = f"error: standard output: {reason}\n"
+    assert ended(lambda: prints(0), output, tmp_path / "1") == (1, line)
+    assert ended(lambda: prints(0, lines=1), output, tmp_path / "2") == (1, line)  # found out by the last flush
+    assert ended(lambda: prints(3), output, tmp_path / "3") == (3, line)
+    assert ended(lambda: prints(0, lines=0), output, tmp_path / "4") == (0, "")
+    warning = f"warning: standard output failed and gets no more lines ({reason})\n"
+    assert ended(goes_on, output, tmp_path / "5") == (0, warning)
+
+
+def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
+    assert ended(lambda: prints(0), broken_pipe, tmp_path / "1") == (0, "")
+    assert ended(lambda: prints(2), broken_pipe, tmp_path / "2") == (2, "")
+    assert ended(goes_on, broken_pipe, tmp_path / "3")[1].count("(Broken pipe)") == 1
+
+
+def test_a_closed_descriptor_goes_to_no_other_file(tmp_path: Path) -> None:
+    """The next file opened would get number 1, and with it what libraries print."""
+
+    def main() -> int:
+        with open(tmp_path / "weights", "wb") as handle:
+            assert handle.fileno() > 2
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(1, b"from a library")
+        return 0
+
+    assert ended(main, closed, tmp_path / "errors") == (0, "")
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (2, 2), ("why", 1)])
+def test_exits(code: int | str | None, expected: int, tmp_path: Path) -> None:
+    assert ended(lambda: sys.exit(code), full, tmp_path / "errors") == (expected, "")
+
+
+def test_stderr_that_fails_is_silent() -> None:
+    output = Output(full(), 2)
+    print("error: something", file=cast(TextIO, output), flush=True)
+    assert output.failure is not None
+    assert output.failure.errno == errno.ENOSPC
+    print("more", file=cast(TextIO, output), flush=True)
+
+
+def test_what_an_encoding_lacks_is_escaped() -> None:
+    content = io.BytesIO()
+    output = Output(io.TextIOWrapper(content, encoding="ascii"), 1)
+    print("64 × 32", file=cast(TextIO, output), flush=True)
+    assert content.getvalue() == b"64 \\xd7 32\n"
+    assert output.encoding == "ascii"
