@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder, write_json_atomic
-from megatron_allattn.checkpoint.save import read_state
+from megatron_allattn.checkpoint.save import read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
-from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.config import RunConfig
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -42,10 +42,7 @@ def read_run(run_folder: Path) -> SavedRun:
     """Open a run folder's newest step whose every byte is right. Raises UsageError."""
     step_folder, skipped = folder.find_latest(run_folder, check_bytes=True)
     state = read_state(step_folder)
-    try:
-        run = RunConfig.from_dict(state["config"])
-    except (UsageError, KeyError) as error:
-        raise UsageError(f"{step_folder / 'state.json'}: {error}; load a checkpoint of this version") from error
+    run = read_config(step_folder, state)
     weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
     return SavedRun(step_folder, run, state, weights, optimizer, skipped)
 

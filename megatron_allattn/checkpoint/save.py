@@ -16,7 +16,7 @@ from typing import Any
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
-from megatron_allattn.config import UsageError
+from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import agree
@@ -65,6 +65,14 @@ def read_state(step_folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "step" not in state:
         raise UsageError(f"{path}: expected an object with a step; load another checkpoint")
     return state
+
+
+def read_config(step_folder: Path, state: dict[str, Any]) -> RunConfig:
+    """The configuration in a step folder's state. Raises UsageError: this version knows no such configuration."""
+    try:
+        return RunConfig.from_dict(state["config"])
+    except (UsageError, KeyError) as error:
+        raise UsageError(f"{step_folder / 'state.json'}: {error}; load a checkpoint of this version") from error
 
 
 def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:

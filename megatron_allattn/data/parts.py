@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data.corpora import Document, read_bytes
+from megatron_allattn.data.pieces import starts_character
 from megatron_allattn.data.splits import SPLITS, split_boundaries, split_weights
 
 SEARCH_BYTES = 2**16
@@ -92,23 +93,19 @@ def _place_of_byte(text: _Text, number: int) -> int:
 
 def _num_characters(text: _Text) -> int:
     chunks = read_bytes(text.document, SEARCH_BYTES, text.start, text.end)
-    return sum(int(np.count_nonzero(_starts_character(chunk))) for chunk in chunks)
+    return sum(int(np.count_nonzero(starts_character(chunk))) for chunk in chunks)
 
 
 def _place_of_character(text: _Text, number: int) -> int:
     """Where character `number` of the text, counted from 0, starts in the file."""
     offset = text.start
     for chunk in read_bytes(text.document, SEARCH_BYTES, text.start, text.end):
-        starts = np.flatnonzero(_starts_character(chunk))
+        starts = np.flatnonzero(starts_character(chunk))
         if number < len(starts):
             return offset + int(starts[number])
         number -= len(starts)
         offset += len(chunk)
     return text.end
-
-
-def _starts_character(chunk: bytes) -> np.ndarray:
-    return (np.frombuffer(chunk, np.uint8) & 0xC0) != 0x80
 
 
 def _nearest_line_start(texts: list[_Text], ends: list[int], position: int) -> int:

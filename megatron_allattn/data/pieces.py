@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 LONGEST_PIECE = 2**20  # bytes of a word (or whatever cannot be cut)
 _SLACK = 4  # bytes of a character
@@ -55,6 +56,11 @@ def whole_characters_end(text: bytes) -> int:
     """Length of valid UTF-8 text without a character that is cut at its end."""
     tail = text[-_SLACK:]
     return len(text) - len(tail) + codecs.utf_8_decode(tail, "ignore")[1]
+
+
+def starts_character(text: bytes) -> npt.NDArray[np.bool_]:
+    """For each byte of UTF-8 text whether a character starts there (it does unless the byte continues one)."""
+    return (np.frombuffer(text, np.uint8) & 0xC0) != 0x80
 
 
 ANYWHERE = Cutter(len)
@@ -106,7 +112,7 @@ class TextCounter:
     def add(self, piece: bytes) -> None:
         """Count a piece that is not empty."""
         self._bytes += len(piece)
-        self._characters += int(np.count_nonzero((np.frombuffer(piece, np.uint8) & 0xC0) != 0x80))
+        self._characters += int(np.count_nonzero(starts_character(piece)))
         self._lines += piece.count(b"\n")
         self._in_line = not piece.endswith(b"\n")
         self._add_words(self._decoder.decode(piece))

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.manifest import SplitRecord
+from megatron_allattn.data.pieces import starts_character
 from megatron_allattn.data.tokenizers import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from megatron_allattn.inference.model import LoadedModel
 from megatron_allattn.inference.scoring import CodeProtocol, Score
@@ -100,7 +101,7 @@ def _size(text: bytes | str) -> tuple[int, int]:
     """Bytes, and characters; of bytes alone those that do not go on with a character of UTF-8."""
     if isinstance(text, str):
         return len(text.encode()), len(text)
-    return len(text), sum(byte & 0xC0 != 0x80 for byte in text)
+    return len(text), int(starts_character(text).sum())
 
 
 def _ratio(amount: float, count: int) -> float | None:

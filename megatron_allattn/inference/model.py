@@ -13,7 +13,7 @@ import torch
 
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.tensors import TensorReader
-from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
+from megatron_allattn.config import ParallelConfig, RunConfig, check_world
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.initialization import copy_logical
 from megatron_allattn.model.network import Network
@@ -66,10 +66,7 @@ def _find(path: Path) -> tuple[Path, list[str]]:
 
 def _configuration(step_folder: Path, state: dict[str, Any], groups: Groups) -> RunConfig:
     """What the checkpoint was trained with; its layout and batch do not matter here, this run's layout must fit."""
-    try:
-        run = RunConfig.from_dict(state["config"])
-    except (UsageError, KeyError) as error:
-        raise UsageError(f"{step_folder / 'state.json'}: {error}; load a checkpoint of this version") from error
+    run = save.read_config(step_folder, state)
     here = ParallelConfig(tensor_model_parallel_size=groups.tensor.size)
     batch = replace(run.training, global_batch_size=groups.data.size, micro_batch_size=None)
     check_world(replace(run, parallel=here, training=batch), groups.world.size)

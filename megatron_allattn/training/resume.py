@@ -51,7 +51,7 @@ def knows_its_tokens(state: dict[str, Any]) -> bool:
 def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
     """Refuse to go on with another model, other data or another schedule. Raises UsageError listing both values."""
     state = save.read_state(step_folder)
-    then, now = RunConfig.from_dict(state["config"]).to_dict(), run.to_dict()
+    then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
     fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED_WITH_PLATEAU if style == "plateau" else _FIXED
     for section, names in fixed.items():

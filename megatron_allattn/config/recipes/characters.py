@@ -13,7 +13,7 @@ Where this paper is silent:
 from megatron_allattn.config.data import DataConfig
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.optimizer import OptimizerConfig
-from megatron_allattn.config.recipes.recipe import Recipe
+from megatron_allattn.config.recipes.recipe import Recipe, until_plateau
 from megatron_allattn.config.run import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
 
 VOCABULARY = {"enwik8": 205, "text8": 28}
@@ -61,16 +61,7 @@ def character_run(corpus: str, model: ModelConfig, train_iters: int) -> RunConfi
     """The paper's training of a character-level model; `corpus` is the prefix of the prepared data, under data/."""
     return RunConfig(
         model=model,
-        optimizer=OptimizerConfig(
-            optimizer="adagrad",
-            lr=0.07,
-            lr_warmup_iters=32_000,
-            clip_grad=0.03,
-            lr_decay_style="plateau",
-            plateau_patience=20,
-            plateau_threshold=1e-4,
-            plateau_iters=20_000,
-        ),
+        optimizer=until_plateau(OptimizerConfig(optimizer="adagrad", lr=0.07, lr_warmup_iters=32_000, clip_grad=0.03)),
         data=DataConfig(data_path=f"data/{corpus}"),
         training=TrainingConfig(seq_length=512, global_batch_size=64, train_iters=train_iters, eval_interval=1000),
         checkpoint=CheckpointConfig(save_interval=1000),

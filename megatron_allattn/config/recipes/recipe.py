@@ -3,11 +3,23 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_allattn.config.optimizer import OptimizerConfig
 from megatron_allattn.config.parameters import Parameters, count_parameters
 from megatron_allattn.config.run import RunConfig
 
 BYTES = "byte --input FILE"
 """Arguments of tools/prepare_data.py for any text."""
+
+
+def until_plateau(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer with the paper's end of training, and what the paper leaves open of it (see characters.py)."""
+    return replace(
+        optimizer,
+        lr_decay_style="plateau",
+        plateau_patience=20,
+        plateau_threshold=1e-4,
+        plateau_iters=20_000,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

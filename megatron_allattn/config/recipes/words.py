@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_allattn.config.data import DataConfig
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.optimizer import OptimizerConfig
-from megatron_allattn.config.recipes.recipe import Recipe
+from megatron_allattn.config.recipes.recipe import Recipe, until_plateau
 from megatron_allattn.config.run import CheckpointConfig, LoggingConfig, RunConfig, TrainingConfig
 
 VOCABULARY = 267_735
@@ -37,16 +37,7 @@ def wikitext103() -> RunConfig:
             adaptive_div_value=4,
             untie_embeddings_and_output_weights=False,
         ),
-        optimizer=OptimizerConfig(
-            optimizer="adam",
-            lr=2.5e-4,
-            lr_warmup_iters=8000,
-            clip_grad=1.0,
-            lr_decay_style="plateau",
-            plateau_patience=20,
-            plateau_threshold=1e-4,
-            plateau_iters=20_000,
-        ),
+        optimizer=until_plateau(OptimizerConfig(optimizer="adam", lr=2.5e-4, lr_warmup_iters=8000, clip_grad=1.0)),
         data=DataConfig(data_path="data/wikitext-103"),
         training=TrainingConfig(seq_length=256, global_batch_size=64, train_iters=300_000, eval_interval=1000),
         checkpoint=CheckpointConfig(save_interval=1000),
