@@ -58,7 +58,7 @@ class _Symbols(Described):
         """A symbol in words."""
         raise NotImplementedError
 
-    def encode(self, text: bytes, *, source: str = "text", offset: int = 0) -> Tokens:
+    def encode_counting(self, text: bytes, *, source: str = "text", offset: int = 0) -> tuple[Tokens, int]:
         codes = self._numbers(text)
         kept = codes != NEWLINE if self.newline == "drop" else np.ones(len(codes), np.bool_)
         known = codes < len(self._ids)
@@ -72,7 +72,7 @@ class _Symbols(Described):
             )
             fix = "use a vocabulary made from this text too, or the byte tokenizer with all bytes"
             raise usage_error("text of", source, rule, fix)
-        return ids[kept].astype(self._dtype)
+        return ids[kept].astype(self._dtype), 0
 
     def _described(self, **content: Any) -> dict[str, Any]:
         """The description; rule `symbol` goes without saying, as it did before there were others."""
@@ -161,12 +161,12 @@ class NullTokenizer(Described):
             raise usage_error("--vocab-size", vocab_size, "a vocabulary has at least 1 id", "give the number of ids")
         self.vocab_size = vocab_size
 
-    def encode(self, text: bytes, *, source: str = "text", offset: int = 0) -> Tokens:
+    def encode_counting(self, text: bytes, *, source: str = "text", offset: int = 0) -> tuple[Tokens, int]:
         words = text.split()
         bad = [word for word in words if not word.isdigit() or len(word) > 18]
         if bad:
             raise usage_error("text of", source, f"{bad[0]!r} is not a token id", "write ids as decimal numbers")
-        return self._checked([int(word) for word in words]).astype(dtype_for_vocabulary(self.vocab_size))
+        return self._checked([int(word) for word in words]).astype(dtype_for_vocabulary(self.vocab_size)), 0
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return " ".join(map(str, self._checked(ids)))

@@ -93,7 +93,7 @@ class Learner(Protocol):
 
 
 class Described:
-    """The parts of a tokenizer that follow from its own `to_json`, `vocab_size` and `encode`."""
+    """The parts of a tokenizer that follow from its own `to_json`, `vocab_size` and `encode_counting`."""
 
     name: str
     vocab_size: int
@@ -102,11 +102,11 @@ class Described:
     def to_json(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def encode_counting(self, text: bytes, *, source: str = "text", offset: int = 0) -> tuple[Tokens, int]:
+        raise NotImplementedError
+
     def encode(self, text: bytes, *, source: str = "text", offset: int = 0) -> Tokens:
         return self.encode_counting(text, source=source, offset=offset)[0]
-
-    def encode_counting(self, text: bytes, *, source: str = "text", offset: int = 0) -> tuple[Tokens, int]:
-        return self.encode(text, source=source, offset=offset), 0
 
     @functools.cached_property
     def fingerprint(self) -> str:

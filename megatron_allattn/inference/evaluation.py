@@ -25,10 +25,9 @@ from megatron_allattn.data.streams import num_evaluation_blocks
 from megatron_allattn.inference.card import Card, card_text, evaluation_card
 from megatron_allattn.inference.model import LoadedModel, load_model
 from megatron_allattn.inference.scoring import CodeProtocol, Progress, Score, code_protocol, score
-from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import agree
-from megatron_allattn.parallel.groups import Groups, close_groups
-from megatron_allattn.training.main import meet, report_error
+from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.training.main import as_rank
 from megatron_allattn.training.resume import check_data
 from megatron_allattn.training.session import exit_code
 
@@ -57,24 +56,13 @@ class EvaluationOptions:
 
 def run_evaluation(options: EvaluationOptions) -> int:
     """Evaluate as one rank; returns the exit code."""
-    try:
-        info = discovery.discover()
-    except Exception as error:  # a wrong variable is this rank's own: each rank that has one says so
-        return report_error(error, first=True)
-    try:
-        check_replicas(options.parallel, info.world_size)
-        groups, device = meet(info, options.parallel)
-    except Exception as error:
-        return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
-    try:
+
+    def body(groups: Groups, device: torch.device) -> None:
         card = evaluate(options, groups, device)
         if groups.rank == 0:
             print(card_text(card), flush=True)
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, first=True, rank=groups.rank)
-    finally:
-        close_groups()
+
+    return as_rank(lambda world_size: check_replicas(options.parallel, world_size), options.parallel, body)
 
 
 def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -> Card:

@@ -8,6 +8,7 @@ say so in a line.
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -26,16 +27,41 @@ from megatron_allattn.training.session import Session, exit_code, open_session
 
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     """Train as one rank of however many the launcher has started; returns the exit code."""
-    session = lock = None
+    return as_rank(
+        lambda world_size: check_world(run, world_size),
+        run.parallel,
+        lambda groups, device: _train(run, explicit, groups, device),
+    )
+
+
+def as_rank(
+    check: Callable[[int], None], parallel: ParallelConfig, body: Callable[[Groups, torch.device], None]
+) -> int:
+    """Meet the other ranks, run `body` with the groups and this rank's device, and report what goes wrong.
+
+    check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
+    Returns the exit code.
+    """
     try:
         info = discovery.discover()
     except Exception as error:  # a wrong variable is this rank's own: each rank that has one says so
         return report_error(error, first=True)
     try:
-        check_world(run, info.world_size)
-        groups, device = meet(info, run.parallel)
+        check(info.world_size)
+        groups, device = _meet(info, parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
+    try:
+        body(groups, device)
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(error, first=True, rank=groups.rank)
+    finally:
+        close_groups()
+
+
+def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> None:
+    session = lock = None
     try:
         own = run.checkpoint.save if groups.rank == 0 else None
         lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
@@ -43,18 +69,16 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
         session.notes += lock.notes if lock is not None else []
         train(session)
         _write_outcome(session, "done", session.why_ended)
-        return 0
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:
             _write_outcome(session, "failed", f"{type(error).__name__}: {error}")
-        return report_error(error, first=True, rank=groups.rank)
+        raise
     finally:
         if lock is not None:
             lock.release()
-        close_groups()
 
 
-def meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
+def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
     """Choose this rank's device and make the process groups of a layout. Collective.
 
     Raises ValueError when the layout does not divide the world, LaunchError when the ranks do not meet.
