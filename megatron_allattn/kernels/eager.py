@@ -14,9 +14,18 @@ from megatron_allattn.kernels.interface import AttentionSettings, BlockState, La
 
 
 def attend(
-    block_BMD: Tensor, cache_BCD: Tensor, weights: LayerWeights, settings: AttentionSettings, state: BlockState
+    block_BMD: Tensor,
+    cache_BCD: Tensor,
+    weights: LayerWeights,
+    settings: AttentionSettings,
+    state: BlockState,
+    *,
+    epsilon: float = 1e-8,
 ) -> Tensor:
-    """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it."""
+    """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it.
+
+    epsilon: of the renormalization after the span mask; 0 gives what the faster backends compute.
+    """
     check_shapes(block_BMD, cache_BCD, weights, state)
     window, num_heads = state.window, len(state.heads)
     memory_BSD = torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
@@ -34,7 +43,7 @@ def attend(
         distances = _distances(window, a)
         mask = span_mask(weights.span.to(a.dtype), distances.to(a.dtype), settings.max_span, settings.ramp)
         a = torch.cat([a[..., :window] * mask, a[..., window:]], dim=-1)
-        a = a / (a.sum(dim=-1, keepdim=True) + 1e-8)
+        a = a / (a.sum(dim=-1, keepdim=True) + epsilon)
     a = _dropout(a, settings, state).to(block_BMD.dtype)
 
     a_context = a[..., :window]
@@ -101,6 +110,5 @@ def _dropout(a: Tensor, settings: AttentionSettings, state: BlockState) -> Tenso
     """Dropout on the weights [B, H, M, W + N], from keys; kept ones are divided by the keep rate."""
     if state.dropout_keys is None:
         return a
-    persistent = settings.max_span + 1 + torch.arange(a.shape[-1] - state.window, device=a.device)
-    columns = torch.cat([_distances(state.window, a), persistent])
+    columns = torch.arange(-state.window, a.shape[-1] - state.window, dtype=torch.int32, device=a.device)
     return state.dropout_keys.attention_dropout(a, state.layer, state.heads, columns, settings.dropout)

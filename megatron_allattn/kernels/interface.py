@@ -56,16 +56,24 @@ class AttentionSettings:
 class BlockState:
     """What changes from call to call.
 
-    window: W, the number of positions before a token that are looked at, equal on all ranks; cached: how many of the
-    cache's last positions hold tokens (the rest, and whatever the cache is too short for, are zeros); heads: int32
-    [H], the logical ids of the local heads; layer: its index; dropout_keys: None when evaluating.
+    window: W, the number of positions before a token that are looked at, equal on all ranks; spans: for each local head
+    the distance up to which its mask or the mask's gradient is not zero, at most W (`look_back` of model/span.py), known
+    to the host; cached: how many of the cache's last positions hold tokens (the rest, and whatever the cache is too
+    short for, are zeros); heads: int32 [H], the logical ids of the local heads; layer: its index; dropout_keys: None when
+    evaluating.
     """
 
     window: int
+    spans: tuple[int, ...]
     cached: int
     heads: Tensor
     layer: int
     dropout_keys: DropoutKeys | None
+
+
+def span_slope(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
+    """(R + z·L + 1 − x) / R, the span mask before its clamp, for z [H, 1, 1] and distances x [W] ≥ 1; [H, 1, W]."""
+    return (ramp + 1 - distances + span * max_span) / ramp
 
 
 def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
@@ -74,7 +82,7 @@ def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tens
     The clamp passes gradient at both ends, as the paper's code does: at z = 0 the distance R + 1 has m = 0 and a
     gradient.
     """
-    return ((ramp + 1 - distances + span * max_span) / ramp).clamp(0, 1)
+    return span_slope(span, distances, max_span, ramp).clamp(0, 1)
 
 
 def check_shapes(block: Tensor, cache: Tensor, weights: LayerWeights, state: BlockState) -> None:

@@ -96,7 +96,7 @@ def _read(
     def dropout(a: Tensor) -> Tensor:
         if state.dropout_keys is None:
             return a
-        columns = settings.max_span + 1 + memory.first + torch.arange(a.shape[-1], device=a.device)
+        columns = memory.first + torch.arange(a.shape[-1], dtype=torch.int32, device=a.device)
         return state.dropout_keys.attention_dropout(a, state.layer, heads, columns, settings.dropout)
 
     return attend_to_memory(memory, query, dropout)

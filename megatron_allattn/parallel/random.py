@@ -5,19 +5,22 @@ Two kinds:
 *Tensors* (initial weights) come from a PyTorch generator seeded by (seed, logical name); the full tensor is drawn, then
 cut.
 
-*Masks* (dropout) come from a 32-bit integer hash, so that any backend can compute any element of a mask alone,
-whatever its tile, cache length or shard. An element has a row key and a column; its bits are
+*Masks* (dropout) come from a 32-bit integer hash, so that any backend can compute any element of a mask alone, whatever
+its tile, cache length or shard. An element has a row key and a column; the two columns 2p and 2p + 1 share the bits
 
-    bits(row, column) = mix(key(row) + mix(column · 0x9E3779B9 + 1))      (all arithmetic modulo 2³²)
+    bits(row, p) = scramble(key(row) ^ mix(p · 0x9E3779B9 + 1))           (all arithmetic modulo 2³²)
+    scramble(x)  = (y ^ (y >> 15)) · 0x846CA68B   with   y = x · 0x7FEB352D
 
-with `mix` the two-multiplication finalizer "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018) and
-key(row) = mix(… mix(mix(seed) + a) + b …) over the row's integers (a, b, …), seed's high word first. It is kept when
-bits, read as an unsigned number, are ≥ p · 2³².
+where >> keeps the sign (so y ^ (y >> 15) is each 31-bit number for two values of y). `mix` is the two-multiplication
+finalizer "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018) and key(row) = mix(… mix(mix(seed) + a) + b …)
+over the row's integers (a, b, …), seed's high word first. Column 2p looks at bits 0 to 13, column 2p + 1 at bits 16 to 29;
+an element is kept when that number is at least `drop_threshold(probability)`, its probability in units of 2⁻¹⁴. Both
+`scramble` and the numbers of 14 bits are chosen so that a mask costs a CPU little (kernels/dropout.py).
 
-    attention weights    row (seed, site, step, layer, stream, head, query)    column = key: the distance t − c for the
-                         context, L + 1 + i for persistent vector i (head 0 where one set of vectors serves all heads)
-    feed-forward units   row (seed, site, step, layer, stream, position)       column = global unit
-    other sites          row (seed, site, step, stream, position)              column = global channel
+    attention weights    row (seed, site, step, layer, stream, head, query)    column: −(t − c) for the context, i for
+                         persistent vector i (head 0 where one set of vectors serves all heads)
+    feed-forward units   row (seed, site, step, layer, stream, position)       column: global unit
+    other sites          row (seed, site, step, stream, position)              column: global channel
 
 `query` and `position` are offsets in the block; `head`, `stream`, `unit` and `channel` are global.
 """
@@ -32,6 +35,8 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _COLUMN_STEP = 0x9E3779B9
 _SIGN = 0x80000000
+FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)  # read as signed numbers
+FIELD = (1 << 14) - 1
 
 
 class Site(IntEnum):
@@ -90,19 +95,40 @@ def _bits(value: int) -> Tensor:
     return torch.tensor(_signed(value & _MASK), dtype=torch.int32)
 
 
-def column_keys(columns: Tensor) -> Tensor:
-    """mix(column · 0x9E3779B9 + 1) for an integer tensor of columns below 2³¹; int32 of the same shape."""
-    return mix_tensor(columns.to(torch.int32) * _signed(_COLUMN_STEP) + 1)
+def pair_keys(pairs: Tensor) -> Tensor:
+    """mix(p · 0x9E3779B9 + 1) for an integer tensor of column pairs p = column >> 1; int32 of the same shape."""
+    return mix_tensor(pairs.to(torch.int32) * _signed(_COLUMN_STEP) + 1)
+
+
+def scramble_(bits: Tensor, spare: Tensor) -> Tensor:
+    """`scramble` in place on an int32 tensor whose bits are the unsigned values; `spare` has its shape and is lost."""
+    bits *= FIRST_FACTOR
+    torch.bitwise_right_shift(bits, 15, out=spare)
+    bits ^= spare
+    bits *= SECOND_FACTOR
+    return bits
+
+
+def drop_threshold(probability: float) -> int:
+    """The probability of being dropped, in [0, 1), in units of 2⁻¹⁴, rounded; what is kept is scaled by its own rate."""
+    return round(probability * (FIELD + 1))
+
+
+def keep_scale(probability: float) -> float:
+    """1 / the share that is kept."""
+    return (FIELD + 1) / (FIELD + 1 - drop_threshold(probability))
 
 
 def keep_mask(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
     """True where an element is kept.
 
-    rows: int32 row keys [..., 1] and columns: int32 column keys [K], or any shapes that broadcast; probability: of
-    being dropped, in [0, 1).
+    rows: int32 row keys [..., 1] and columns: integer columns [C], or any shapes that broadcast; probability: of being
+    dropped, in [0, 1).
     """
-    threshold = round(probability * 2**32) - 2**31  # unsigned comparison by way of signed numbers: flip the sign bit
-    return (mix_tensor(rows + columns) ^ _signed(_SIGN)) >= threshold
+    bits = rows ^ pair_keys(columns >> 1)
+    bits = scramble_(bits, torch.empty_like(bits))
+    field = torch.where((columns & 1).bool(), bits >> 16, bits) & FIELD
+    return field >= drop_threshold(probability)
 
 
 @dataclass(frozen=True)
@@ -126,13 +152,13 @@ class DropoutKeys:
     ) -> Tensor:
         """Dropout on attention weights [B, H, M, C] of logical `heads` [H]; kept ones are divided by the keep rate.
 
-        columns: the key of each column [C], a distance, or L + 1 + i.
+        columns: the column of each weight [C], −distance or the persistent vector's number.
         """
         if probability == 0.0:
             return weights
         queries = torch.arange(weights.shape[-2], dtype=torch.int32, device=weights.device)
         rows = self.attention_rows(layer, heads, queries)
-        return _drop(weights, keep_mask(rows[..., None], column_keys(columns), probability), probability)
+        return _drop(weights, keep_mask(rows[..., None], columns, probability), probability)
 
     def dropout(
         self, tensor: Tensor, site: Site, probability: float, *, layer: int | None = None, first_channel: int = 0
@@ -147,10 +173,10 @@ class DropoutKeys:
         positions = torch.arange(tensor.shape[1], dtype=torch.int32, device=device)
         place = () if layer is None else (layer,)
         rows = row_keys(self.seed, site, self.step, *place, self.streams[:, None], positions)
-        columns = column_keys(torch.arange(first_channel, first_channel + tensor.shape[2], device=device))
+        columns = torch.arange(first_channel, first_channel + tensor.shape[2], dtype=torch.int32, device=device)
         return _drop(tensor, keep_mask(rows[:, :, None], columns, probability), probability)
 
 
 def _drop(tensor: Tensor, keep: Tensor, probability: float) -> Tensor:
     zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-    return torch.where(keep, tensor * (1.0 / (1.0 - probability)), zero)
+    return torch.where(keep, tensor * keep_scale(probability), zero)
