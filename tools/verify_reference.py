@@ -40,23 +40,28 @@ TIMEOUT = 300  # seconds that a rank waits for another
 
 @dataclass(frozen=True)
 class Kind:
-    """How cases of one kind of file are read (for so many tensor-parallel ranks) and replayed.
+    """How cases of one kind of file are read (for so many tensor-parallel ranks, normalized so) and replayed.
 
     `read` raises UsageError for a file that cannot be replayed; `verify` is collective over the tensor group.
     """
 
-    read: Callable[[Path, int], Any]
-    verify: Callable[[Any, Groups, torch.device, torch.dtype], CaseReport]
+    read: Callable[[Path, int, Any], Any]
+    verify: Callable[[Any, Groups, torch.device, torch.dtype, str], CaseReport]
 
 
-def through_deepspeed(case: Case, groups: Groups, device: torch.device, dtype: torch.dtype) -> CaseReport:
+def through_plain(case: Case, groups: Groups, device: torch.device, dtype: torch.dtype, backend: str) -> CaseReport:
+    """`verify_case` through PyTorch alone."""
+    return verify_case(case, groups, device, dtype, backend=backend)
+
+
+def through_deepspeed(case: Case, groups: Groups, device: torch.device, dtype: torch.dtype, backend: str) -> CaseReport:
     """`verify_case` through DeepSpeed's engine, which is imported for it."""
     from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine  # noqa: PLC0415
 
-    return verify_case(case, groups, device, dtype, kind=DeepSpeedEngine)
+    return verify_case(case, groups, device, dtype, kind=DeepSpeedEngine, backend=backend)
 
 
-KINDS = {".npz": Kind(read_case, verify_case), ".pt": Kind(read_recorded, verify_recorded)}
+KINDS = {".npz": Kind(read_case, through_plain), ".pt": Kind(read_recorded, verify_recorded)}
 ENGINES = {"plain": KINDS, "deepspeed": {".npz": Kind(read_case, through_deepspeed)}}
 
 
@@ -89,56 +94,67 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", action=_Once)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", action=_Once)
     parser.add_argument("--engine", choices=tuple(ENGINES), default="plain", action=_Once)
+    parser.add_argument(
+        "--attention-backend", choices=("eager", "blocked"), default="eager", action=_Once, help="(default eager)"
+    )
+    parser.add_argument(
+        "--span-normalization",
+        choices=("window", "span"),
+        default="window",
+        action=_Once,
+        help="window is what was recorded; span leaves its 1e-8 out, with limits that allow for it in most cases",
+    )
     return parser.parse_args(argv)
 
 
-def read(path: Path, size: int, engine: str) -> tuple[Kind, Any]:
+def read(path: Path, size: int, engine: str, normalization: str) -> tuple[Kind, Any]:
     """A case and its kind. Raises UsageError when it is of none or cannot be replayed."""
     kind = ENGINES[engine].get(path.suffix)
     if kind is None:
         rule = f"not a recorded case that the {engine} engine replays"
         raise UsageError(f"{path}: {rule}; their names end in {', '.join(ENGINES[engine])}")
-    return kind, kind.read(path, size)
+    return kind, kind.read(path, size, normalization)
 
 
-def verify_all(
-    paths: list[Path], size: int, engine: str, groups: Groups, device: torch.device, dtype: torch.dtype
-) -> list[CaseReport]:
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed, and how."""
+
+    paths: list[Path]
+    size: int
+    engine: str
+    backend: str
+    normalization: str
+    device: str
+    dtype: torch.dtype
+
+
+def verify_all(replay: Replay, groups: Groups, device: torch.device) -> list[CaseReport]:
     """The reports of all cases; collective over the tensor group."""
     reports = []
-    for path in paths:
-        kind, case = read(path, size, engine)
-        reports.append(kind.verify(case, groups, device, dtype))
+    for path in replay.paths:
+        kind, case = read(path, replay.size, replay.engine, replay.normalization)
+        reports.append(kind.verify(case, groups, device, replay.dtype, replay.backend))
     return reports
 
 
-def verify(paths: list[Path], size: int, engine: str, device: str, dtype: torch.dtype) -> list[CaseReport]:
+def verify(replay: Replay) -> list[CaseReport]:
     """The reports of all cases, replayed by `size` tensor-parallel processes of this machine."""
-    if size == 1 and engine == "plain":
-        return verify_all(paths, size, engine, single_process_groups(), torch.device(device), dtype)
+    if replay.size == 1 and replay.engine == "plain":
+        return verify_all(replay, single_process_groups(), torch.device(replay.device))
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (size, discovery.free_port(), os.getpid(), engine, device, dtype, paths, results)
-    torch.multiprocessing.spawn(_rank, arguments, nprocs=size)
+    torch.multiprocessing.spawn(_rank, (discovery.free_port(), os.getpid(), replay, results), nprocs=replay.size)
     return results.get()
 
 
-def _rank(
-    rank: int,
-    size: int,
-    port: int,
-    parent: int,
-    engine: str,
-    device: str,
-    dtype: torch.dtype,
-    paths: list[Path],
-    results: Any,
-) -> None:
+def _rank(rank: int, port: int, parent: int, replay: Replay, results: Any) -> None:
     """One of the processes; the first puts the reports into `results`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent is gone: end, in a collective too
     if os.getppid() != parent:
         return  # it was gone before that was asked for
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    size = replay.size
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     info = discovery.RankInfo(
         rank=rank,
@@ -149,10 +165,10 @@ def _rank(
         master_port=port,
         source="environment",
     )
-    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    own = torch.device("cuda", rank) if replay.device == "cuda" else torch.device(replay.device)
     discovery.initialize(info, TIMEOUT, own)
     groups = make_groups(Layout(tensor_size=size), timedelta(seconds=TIMEOUT))
-    reports = verify_all(paths, size, engine, groups, own, dtype)
+    reports = verify_all(replay, groups, own)
     if rank == 0:
         results.put(reports)
     close_groups()
@@ -175,13 +191,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.engine == "deepspeed" and options.dtype == "float64":
             raise usage_error("--dtype", "float64", "DeepSpeed trains in float32 at most", "add --dtype float32")
         for path in options.cases:
-            read(path, size, options.engine)
+            read(path, size, options.engine, options.span_normalization)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.dtype} on {options.device}, tensor-parallel size {size}, {options.engine} engine", flush=True)
+    what = f"{options.dtype} on {options.device}, tensor-parallel size {size}, {options.engine} engine"
+    print(f"{what}, {options.attention_backend} attention over the {options.span_normalization}", flush=True)
+    dtype = getattr(torch, options.dtype)
+    replay = Replay(
+        paths=options.cases,
+        size=size,
+        engine=options.engine,
+        backend=options.attention_backend,
+        normalization=options.span_normalization,
+        device=options.device,
+        dtype=dtype,
+    )
     try:
-        reports = verify(options.cases, size, options.engine, options.device, getattr(torch, options.dtype))
+        reports = verify(replay)
     except (ProcessExitedException, ProcessRaisedException) as error:
         print(f"error: {str(error).strip()}", file=sys.stderr)
         return 1

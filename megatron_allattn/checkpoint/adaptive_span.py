@@ -175,6 +175,8 @@ def configure(path: Path, found: Checkpoint, run: RunConfig, explicit: frozenset
         return fields
 
     model = checked(run.model, found.model.shape | {"position_values": "none", "empty_cache": "attend"})
+    if flag("span_normalization") not in explicit:
+        model["span_normalization"] = "window"  # what that code computes
     optimizer = {name: value for name, value in found.optimizer.items() if name != "lr"}
     optimizer = checked(run.optimizer, optimizer)
     optimizer |= checked(run.optimizer, {"lr": _base_rate(path, found, run.optimizer, said("lr_warmup_iters"))})

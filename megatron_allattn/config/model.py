@@ -38,6 +38,11 @@ class ModelConfig:
     span_ramp: int = 32
     """Width R of the soft edge of a learned span, in positions."""
 
+    span_normalization: Literal["span", "window"] = "span"
+    """How weights under a learned span come to sum to 1: by one softmax over the head's own span, or as in the paper's
+    code by a softmax over the layer's window, the mask, and a division by the sum plus 1e-8 (equal but for the 1e-8, at
+    the cost of the longest head for all)."""
+
     position_values: Literal["none", "shared"] = "none"
     """Positions on the value side: none as in the paper's code, or shared with the keys as in its equation."""
 

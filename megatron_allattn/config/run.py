@@ -79,6 +79,10 @@ class TrainingConfig:
     fused: Literal["auto", "apex", "torch"] = "auto"
     """Fused kernels: NVIDIA's apex where it is installed, always (an error without it), or PyTorch's only."""
 
+    attention_backend: Literal["auto", "eager", "blocked", "triton"] = "auto"
+    """How attention is computed: eager is the readable reference, blocked follows every head's span on any device,
+    triton does so on NVIDIA GPUs; auto is triton where it can run and blocked elsewhere."""
+
     eval_interval: int = 0
     """Steps between two evaluations on the validation split; 0 evaluates at the end only."""
 

@@ -19,7 +19,7 @@ from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
-from megatron_allattn.model.span import span_in_tokens, window_length
+from megatron_allattn.model.span import look_back, span_in_tokens, window_length
 from megatron_allattn.parallel.collectives import all_gather, all_reduce, gather_to_first
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.layout import streams_of
@@ -39,11 +39,13 @@ class StepResult:
 class Spans:
     """How far heads look back, and what follows from it.
 
-    windows: W of every layer; z: [layers, heads] on the CPU, None with a fixed span; tokens: float64 [layers, heads],
+    windows: W of every layer; look_back: how far each head of this rank looks, by layer; z: [layers, heads] on the CPU,
+    None with a fixed span; tokens: float64 [layers, heads],
     how many tokens each head looks back, ramp included. Heads are those that attend to the context (head-split: half).
     """
 
     windows: tuple[int, ...]
+    look_back: tuple[tuple[int, ...], ...]
     z: Tensor | None
     tokens: Tensor
 
@@ -62,10 +64,18 @@ def find_spans(network: Network, local: Tensor | None) -> Spans:
     model = network.config
     if local is None:
         full = torch.full((model.num_layers, model.num_context_heads), model.max_attention_span, dtype=torch.float64)
-        return Spans((model.max_attention_span,) * model.num_layers, None, full)
+        windows = (model.max_attention_span,) * model.num_layers
+        heads = model.num_context_heads // network.group.size
+        return Spans(windows, tuple((window,) * heads for window in windows), None, full)
+    length, ramp = model.max_attention_span, model.span_ramp
     z = torch.cat(all_gather(local.detach(), network.group), dim=1).cpu()
-    windows = (window_length(layer, model.max_attention_span, model.span_ramp) for layer in z.amax(dim=1).tolist())
-    return Spans(tuple(windows), z, span_in_tokens(z, model.max_attention_span, model.span_ramp))
+    windows = tuple(window_length(layer, length, ramp) for layer in z.amax(dim=1).tolist())
+    own = z.chunk(network.group.size, dim=1)[network.group.rank].tolist()
+    reach = tuple(
+        tuple(look_back(head, window, length, ramp) for head in layer)
+        for layer, window in zip(own, windows, strict=True)
+    )
+    return Spans(windows, reach, z, span_in_tokens(z, length, ramp))
 
 
 ReadTensor = Callable[[str], Tensor]  # the full logical tensor of this name, on the CPU
@@ -126,6 +136,7 @@ class Engine(ABC):
                 cache=slot,
                 dropout_keys=self._dropout_keys(index, step),
                 loss_scale=self._loss_scale() / self.num_slots,
+                look_back=spans.look_back,
             )
             losses.append(self._run_micro_batch(self._tensor(inputs[rows]), self._tensor(targets[rows]), context))
         return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
@@ -154,7 +165,7 @@ class Engine(ABC):
     @torch.no_grad()
     def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
         """Sum of nats over a block [B, M] of this rank's evaluation streams, float64 scalar; commits `slot`."""
-        context = BlockContext(windows=spans.windows, cache=slot, dropout_keys=None)
+        context = BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)
         total = self._forward(self._tensor(inputs), self._tensor(targets), context).double().sum()
         slot.commit(inputs.shape[1])
         return total

@@ -8,7 +8,7 @@ scores of it: the mean over all predictions, single ones, its own evaluation pro
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import find_spans, local_spans
 from megatron_allattn.inference.scoring import code_protocol, score
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.initialization import load_logical
 from megatron_allattn.model.network import Network
@@ -66,8 +67,11 @@ class Recorded:
     greedy: Greedy | None
 
 
-def read_recorded(path: Path, tensor_size: int = 1) -> Recorded:
-    """Read CASE.pt and CASE.json. Raises UsageError: not such a case, or not one for this many processes."""
+def read_recorded(path: Path, tensor_size: int = 1, normalization: Literal["window", "span"] = "window") -> Recorded:
+    """Read CASE.pt and CASE.json; normalization: `window` is what was recorded.
+
+    Raises UsageError: not such a case, or not one for this many processes.
+    """
     beside = path.with_suffix(".json")
     found, content = adaptive_span.read(path), read_companion(beside)
     config, shape = content.get("config"), found.model.shape
@@ -76,7 +80,7 @@ def read_recorded(path: Path, tensor_size: int = 1) -> Recorded:
             raise usage_error("file", beside, "has no config with a span_ramp", _GIVE)
         shape = {**shape, "span_ramp": config["span_ramp"]}
     try:
-        model = ModelConfig(**shape)
+        model = ModelConfig(**shape, span_normalization=normalization)
         check_companion(beside, content, model, found.model.vocab_size)
         check_world(
             RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tensor_size)), tensor_size
@@ -150,12 +154,15 @@ class _Reader:
         return values
 
 
-def verify_recorded(case: Recorded, groups: Groups, device: torch.device, dtype: torch.dtype) -> CaseReport:
+def verify_recorded(
+    case: Recorded, groups: Groups, device: torch.device, dtype: torch.dtype, backend: str = "eager"
+) -> CaseReport:
     """Score a case's tokens and report the largest differences. Collective over the tensor group.
 
-    dtype: float64 or float32.
+    dtype: float64 or float32; backend: of attention.
     """
-    network = Network(case.model, case.vocab_size, groups.tensor, FusedOps("torch"))
+    attend = choose_backend(backend, device, dtype, case.model.hidden_size // case.model.num_attention_heads).attend
+    network = Network(case.model, case.vocab_size, groups.tensor, FusedOps("torch"), attend)
     network.to(device=device, dtype=dtype).requires_grad_(False)
     load_logical(network, case.weights)
     scored = score(network, groups, case.tokens, num_streams=1, block_length=case.block, device=device, keep_nats=True)
@@ -182,7 +189,8 @@ def _continue(network: Network, prompt: list[int], count: int, device: torch.dev
     """The `count` likeliest tokens after the prompt, each given those before it, and the least margin of a choice."""
     model = network.config
     slot = CacheSlot(model.num_layers, 1, model.hidden_size, next(network.parameters()).dtype, device)
-    context = BlockContext(find_spans(network, local_spans(network)).windows, slot, dropout_keys=None)
+    spans = find_spans(network, local_spans(network))
+    context = BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)
     tokens, margin, block = [], math.inf, prompt
     for _ in range(count):
         log_probs = network(torch.tensor([block], device=device), context)[0, -1]

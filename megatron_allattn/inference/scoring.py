@@ -23,7 +23,7 @@ from megatron_allattn.config import UsageError
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.streams import evaluation_blocks, num_evaluation_blocks
 from megatron_allattn.engine.caches import CacheSlot
-from megatron_allattn.engine.interface import find_spans, local_spans
+from megatron_allattn.engine.interface import Spans, find_spans, local_spans
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
@@ -116,11 +116,11 @@ def score(
     assert num_streams > 0 and block_length > 0, f"{num_streams} streams, blocks of {block_length}"
     if len(tokens) < 2:
         raise UsageError(f"split of {len(tokens)} token(s): nothing to predict; scoring needs at least 2 tokens")
-    windows = find_spans(network, local_spans(network)).windows
-    reach = sum(windows)
+    spans = find_spans(network, local_spans(network))
+    reach = sum(spans.windows)
     streams = cut_streams(len(tokens) - 1, num_streams, reach if overlap else 0)
     own = streams[_share(len(streams), groups.data)]
-    forward = _Forward(network, windows, len(own), device)
+    forward = _Forward(network, spans, len(own), device)
     nats_by_id, count_by_id = np.zeros(network.vocab_size), np.zeros(network.vocab_size)
     by_position = np.zeros(len(tokens) - 1 if keep_nats else 0)
     num_blocks = _num_blocks(own, block_length)
@@ -166,7 +166,7 @@ def code_protocol(
         rule = f"the paper's code needs {needed:,} for a block of {block_length} in each of {num_streams} streams"
         raise UsageError(f"split of {len(tokens):,} tokens: {rule}; score a longer split or leave its protocol out")
     own = range(num_streams)[_share(num_streams, groups.data)]
-    forward = _Forward(network, find_spans(network, local_spans(network)).windows, len(own), device)
+    forward = _Forward(network, find_spans(network, local_spans(network)), len(own), device)
     total = np.zeros(1)
     for index, block in enumerate(evaluation_blocks(tokens, num_streams, block_length, streams=own) if own else ()):
         total += forward(block.inputs, block.targets).sum()
@@ -186,14 +186,14 @@ def code_protocol(
 class _Forward:
     """A block of tokens after the other, [B, M] with their targets, to nats [B, M], with the caches in between."""
 
-    def __init__(self, network: Network, windows: tuple[int, ...], batch_size: int, device: torch.device) -> None:
-        self._network, self._windows, self._device = network, windows, device
+    def __init__(self, network: Network, spans: Spans, batch_size: int, device: torch.device) -> None:
+        self._network, self._spans, self._device = network, spans, device
         model, dtype = network.config, next(network.parameters()).dtype
         self._slot = CacheSlot(model.num_layers, batch_size, model.hidden_size, dtype, device)
 
     @torch.no_grad()
     def __call__(self, inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        context = BlockContext(windows=self._windows, cache=self._slot, dropout_keys=None)
+        context = BlockContext(self._spans.windows, self._slot, dropout_keys=None, look_back=self._spans.look_back)
         ids, wanted = (torch.from_numpy(array).to(self._device) for array in (inputs, targets))
         nats = self._network(ids, context, wanted)
         self._slot.commit(inputs.shape[1])

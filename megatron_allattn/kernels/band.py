@@ -1,14 +1,13 @@
 """Products between queries and the positions just before each of them, without arithmetic on all the others.
 
-The T rows of a tile and the S distances of a head are a band of the tile's scores over its S + T − 1 positions ("skewed":
-[G, T, S + T − 1], column r + j belongs to row r's column j). Both forms are the same memory seen with another stride,
-so that a product over positions is a batched product, and one over distances a plain one.
+The T rows of a tile and the S distances of a head are a band of the tile's scores over its S + T − 1 positions
+("skewed": [G, T, S + T − 1], column r + j belongs to row r's column j). Both forms are the same memory seen with
+another stride, so that a product over positions is a batched product, and one over distances a plain one.
 
 Memory [S + G·T, K] holds one vector per position, the S before the first row in front.
 Shape letters: G tiles, T rows of a tile, S distances, K head size.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -32,8 +31,7 @@ def by_distance(skewed: Tensor, span: int) -> Tensor:
 
 def add_windows_(memory: Tensor, parts: Tensor, tile: int) -> None:
     """Add [G, S + T − 1, K], one vector per tile and position, to `memory` [S + G·T, K]."""
-    tiles, width, _ = parts.shape
-    for start in range(0, width, tile):
+    for start in range(0, parts.shape[1], tile):
         part = parts[:, start : start + tile]
         strides = (tile * memory.stride(0), memory.stride(0), memory.stride(1))
         memory.as_strided(part.shape, strides, memory.storage_offset() + start * memory.stride(0)).add_(part)

@@ -6,6 +6,7 @@ unit: some tiles of a stream, or all tiles of some streams, whose buffers [R, S 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +34,12 @@ class Gradients:
 
     @classmethod
     def of(cls, weights: LayerWeights) -> "Gradients":
-        wide = _wide(weights.query.dtype)
-
-        def zeros(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+        def zeros(name: str, dtype: torch.dtype | None = None) -> Any:
+            tensor = getattr(weights, name)
             return None if tensor is None else torch.zeros_like(tensor, dtype=dtype)
 
-        return cls(
-            zeros(weights.query),
-            zeros(weights.key),
-            zeros(weights.value),
-            zeros(weights.persistent_key),
-            zeros(weights.persistent_value),
-            zeros(weights.span, wide),
-            zeros(weights.position_key, wide),
-        )
+        summed = {name: _wide(weights.query.dtype) for name in ("span", "position_key")}
+        return cls(**{name: zeros(name, summed.get(name)) for name in cls.__dataclass_fields__})
 
     def cast(self, weights: LayerWeights) -> tuple[Tensor | None, ...]:
         """In the order and the types of the weights."""
@@ -87,7 +80,11 @@ class Heads:
         self.tiles, self.tile = tiling(self.length)
         self.padded = self.tiles * self.tile
         self.persistent = 0 if weights.persistent_key is None else weights.persistent_key.shape[2]
-        self._cached = min(state.cached, cache.shape[1]) if settings.empty_cache == "mask" else None
+        masked = settings.empty_cache == "mask"
+        self._cached = min(state.cached, cache.shape[1]) if masked else cache.shape[1] + state.window
+        self._renormalize = settings.normalization == "window" and weights.span is not None
+        whole = (state.window,) * len(state.heads)
+        self._seen = whole if state.spans is None or self._renormalize else state.spans
         self._slopes = self._all_slopes()
         self._rows: Tensor | None = None
         self._mask = TileMask(workspace, settings.dropout)
@@ -99,13 +96,13 @@ class Heads:
         """The span mask before its clamp, [H, longest S], for the distances longest S … 1."""
         if self.weights.span is None:
             return None
-        distances = torch.arange(_even(max(self.state.spans)), 0, -1, device=self.device)
+        distances = torch.arange(_even(max(self._seen)), 0, -1, device=self.device)
         z, wide = self.weights.span, _wide(self.dtype)
         return span_slope(z.to(wide), distances.to(wide), self.settings.max_span, self.settings.ramp).squeeze(1)
 
     def columns(self) -> Iterator[tuple[int, slice]]:
         """Every head's index and its columns of q, k, v and y."""
-        for index in range(len(self.state.spans)):
+        for index in range(len(self._seen)):
             yield index, slice(index * self.size, (index + 1) * self.size)
 
     def _units(self) -> Iterator[_Unit]:
@@ -126,12 +123,15 @@ class Heads:
 
     def select(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Prepare a head. q (divided by √K), k and v of the block: [B·M, K]."""
-        self.index, seen = index, self.state.spans[index]
+        self.index, seen = index, self._seen[index]
         self.span = span = _even(seen)
         self.width = span + self.persistent
         self.q = self._take("q", self.batch, self.tiles, self.tile, self.size)
         self._pad(q, self.q.view(self.batch, self.padded, self.size))
-        self.keys, self.values = self._memory("keys", k, self.weights.key), self._memory("values", v, self.weights.value)
+        self.keys, self.values = (
+            self._memory("keys", k, self.weights.key),
+            self._memory("values", v, self.weights.value),
+        )
         self._tables(seen)
         self._bias(seen)
         if self._rows is not None:
@@ -180,15 +180,17 @@ class Heads:
         self.first_value = self.width - (0 if self.value_table is None else len(self.value_table))
 
     def _bias(self, seen: int) -> None:
-        """log m of the columns where m may be below 1. The span's ramp: slopes and the columns that pass gradient."""
+        """The columns where m may be below 1: m, whether it passes gradient, and what is added to scores (log m)."""
         self.bias: Tensor | None = None
         if self._slopes is not None:
-            ramp = min(self.span, self.settings.ramp + 2)
+            ramp = self.span if self._renormalize else min(self.span, self.settings.ramp + 2)
             slope = self._slopes[self.index, self._slopes.shape[1] - self.span :][:ramp]
-            # At the mask's end m = 0 has a gradient: a number too small to be seen in the output stands for it.
-            self.masks = slope.clamp(_tiny(slope.dtype), 1)
             self.passes = (slope >= 0) & (slope <= 1)
-            self.bias = self.masks.log().masked_fill(slope < 0, -torch.inf)
+            self.masks = slope.clamp(0, 1)
+            if not self._renormalize:
+                # At the mask's end m = 0 has a gradient: a number too small to be seen in the output stands for it.
+                self.masks = self.masks.clamp_(_tiny(slope.dtype))
+                self.bias = self.masks.log().masked_fill(slope < 0, -torch.inf)
         if seen < self.span:  # the column that makes S even
             self.bias = self.key_table.new_zeros(1) if self.bias is None else self.bias
             self.bias[0] = -torch.inf
@@ -236,13 +238,21 @@ class Heads:
         self._add_context(q, self.keys, unit, a)
         if self.bias is not None:
             a[:, : len(self.bias)] += self.bias
-        empty = self._empty(unit) if self._cached is not None and self._cached < self.span else None
+        empty = self._empty(unit) if self._cached < self.span else None
         if empty is not None:
             self._context(a).masked_fill_(empty, -torch.inf)
         torch.softmax(a, -1, out=a)
         if empty is not None and self.persistent == 0 and self._cached == 0 and unit.tiles.start == 0:
             a.view(len(unit.streams), -1, self.width)[:, 0] = 0  # the first token has nothing to look at
         return a
+
+    def _masked(self, a: Tensor, out: Tensor) -> Tensor:
+        """The softmax times the span mask in `out`, made to sum to 1 with the 1e-8. Returns the sums [R, 1]."""
+        torch.mul(a[:, : self.span], self.masks, out=out[:, : self.span])
+        out[:, self.span :] = a[:, self.span :]
+        total = out.sum(-1, keepdim=True) + 1e-8
+        out /= total
+        return total
 
     def _empty(self, unit: _Unit) -> Tensor:
         """True where a distance leads before the first token, [tiles, T, S]."""
@@ -260,6 +270,8 @@ class Heads:
         y = self._take("y", self.batch, self.tiles, self.tile, self.size)
         for unit in self._units():
             a = self._weights_of(self._rows_of(self.q, unit), unit)
+            if self._renormalize:
+                self._masked(a, out=a)
             if self._rows is not None:
                 self._draw(unit)
                 self._mask.apply_(a)
@@ -288,17 +300,14 @@ class Heads:
             dy_padded *= keep_scale(self.settings.dropout)
         dq_padded = self._take("dq", *dy_padded.shape)
         shape = (self.batch, self.span + self.padded, self.size)
-        dkeys, dvalues = (
-            self.workspace.zeros(name, shape, self.dtype, self.device) for name in ("dkeys", "dvalues")
-        )
+        dkeys, dvalues = (self.workspace.zeros(name, shape, self.dtype, self.device) for name in ("dkeys", "dvalues"))
         self._dkey_table = self.workspace.zeros("dkey table", self.key_table.shape, self.dtype, self.device)
         self._dvalue_table = None
         if self.value_table is not None:
-            shape = self.value_table.shape
-            self._dvalue_table = self.workspace.zeros("dvalue table", shape, self.dtype, self.device)
+            self._dvalue_table = torch.zeros_like(self.value_table)
         for unit in self._units():
-            rows = (self._rows_of(tensor, unit) for tensor in (self.q, dy_padded, dq_padded))
-            self._unit_backward(unit, *rows, dkeys, dvalues, grads)
+            q_rows, dy_rows, dq_rows = (self._rows_of(tensor, unit) for tensor in (self.q, dy_padded, dq_padded))
+            self._unit_backward(unit, q_rows, dy_rows, dq_rows, dkeys, dvalues, grads)
         self._table_gradients(grads)
         for memory, weight, out in ((dkeys, grads.key, dk), (dvalues, grads.value, dv)):
             self._memory_gradients(memory, self._head_rows(weight), out)
@@ -309,7 +318,11 @@ class Heads:
     def _unit_backward(
         self, unit: _Unit, q: Tensor, dy: Tensor, dq: Tensor, dkeys: Tensor, dvalues: Tensor, grads: Gradients
     ) -> None:
-        a, da = self._weights_of(q, unit), self._take("dweights", unit.rows, self.width)
+        p, da = self._weights_of(q, unit), self._take("dweights", unit.rows, self.width)
+        a, total = p, None
+        if self._renormalize:
+            a = self._take("masked weights", unit.rows, self.width)
+            total = self._masked(p, out=a)
         dropped = a
         if self._rows is not None:
             self._draw(unit)
@@ -324,18 +337,25 @@ class Heads:
         self._add_context(dy, self.values, unit, da)
         if self._rows is not None:
             self._mask.apply_(da)
-        ds = torch.ops.aten._softmax_backward_data.out(da, a, -1, self.dtype, grad_input=da)
-
-        if self.weights.span is not None:
-            assert grads.span is not None
-            ramp = ds[:, : len(self.masks)].sum(0, dtype=self.masks.dtype) / self.masks
-            grads.span[self.index] += (ramp * self.passes).sum() * (self.settings.max_span / self.settings.ramp)
+        if total is not None:
+            da -= (a * da).sum(-1, keepdim=True)
+            da /= total
+            self._add_span_gradient((da[:, : self.span] * p[:, : self.span]).sum(0), grads)
+            da[:, : self.span] *= self.masks
+        ds = torch.ops.aten._softmax_backward_data.out(da, p, -1, self.dtype, grad_input=da)
+        if self._slopes is not None and total is None:
+            self._add_span_gradient(ds[:, : len(self.masks)].sum(0, dtype=self.masks.dtype) / self.masks, grads)
         self._dkey_table.addmm_(q.t(), ds)
         torch.mm(ds, self.key_table.t(), out=dq)
         band, dq_tiles = self._skew(ds), dq.view(-1, self.tile, self.size)
         for stream, place in self._streams_of(unit):
             dq_tiles[place].baddbmm_(band[place], self._windows(self.keys, stream, unit))
         self._add_to_memory(band, q, dkeys, unit)
+
+    def _add_span_gradient(self, dmasks: Tensor, grads: Gradients) -> None:
+        """From the gradients of m by column to that of z: m rises by L / R where it passes gradient."""
+        assert grads.span is not None
+        grads.span[self.index] += (dmasks * self.passes).sum() * (self.settings.max_span / self.settings.ramp)
 
     def _add_to_memory(self, band: Tensor, rows: Tensor, memory: Tensor, unit: _Unit) -> None:
         """Add bandᵀ · rows to a memory [B, S + G·T, K]."""
@@ -347,7 +367,7 @@ class Heads:
             add_windows_(memory[stream, unit.tiles.start * self.tile :], parts, self.tile)
 
     def _table_gradients(self, grads: Gradients) -> None:
-        seen = self.state.spans[self.index]
+        seen = self._seen[self.index]
         position = grads.position_key[0]
         position = position[:, position.shape[1] - seen :]
         position += self._dkey_table[:, self.span - seen : self.span]

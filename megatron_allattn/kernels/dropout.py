@@ -48,7 +48,7 @@ class TileMask:
         """`source` [R, C] with what is dropped set to zero, unscaled, in `out` (in place by default)."""
         out = source if out is None else out
         assert self._field is not None
-        limit = self._threshold - 1  # threshold_backward keeps what is above
+        limit = float(self._threshold - 1)  # threshold_backward keeps what is above
         if source.dtype == torch.bfloat16:
-            limit = torch.tensor(limit, dtype=torch.int16).view(torch.bfloat16).item() if limit >= 0 else -1.0
+            limit = torch.tensor(self._threshold - 1, dtype=torch.int16).view(torch.bfloat16).item()
         return torch.ops.aten.threshold_backward.grad_input(source, self._field, limit, grad_input=out)

@@ -19,13 +19,8 @@ def attend(
     weights: LayerWeights,
     settings: AttentionSettings,
     state: BlockState,
-    *,
-    epsilon: float = 1e-8,
 ) -> Tensor:
-    """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it.
-
-    epsilon: of the renormalization after the span mask; 0 gives what the faster backends compute.
-    """
+    """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it."""
     check_shapes(block_BMD, cache_BCD, weights, state)
     window, num_heads = state.window, len(state.heads)
     memory_BSD = torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
@@ -43,7 +38,7 @@ def attend(
         distances = _distances(window, a)
         mask = span_mask(weights.span.to(a.dtype), distances.to(a.dtype), settings.max_span, settings.ramp)
         a = torch.cat([a[..., :window] * mask, a[..., window:]], dim=-1)
-        a = a / (a.sum(dim=-1, keepdim=True) + epsilon)
+        a = _renormalize(a, settings)
     a = _dropout(a, settings, state).to(block_BMD.dtype)
 
     a_context = a[..., :window]
@@ -104,6 +99,12 @@ def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
     # The lowest finite number instead of −∞ keeps a row without any column free of NaN, in both directions.
     masked = scores.masked_fill(empty, torch.finfo(scores.dtype).min)
     return masked.softmax(dim=-1, dtype=dtype).masked_fill(empty, 0.0)
+
+
+def _renormalize(a: Tensor, settings: AttentionSettings) -> Tensor:
+    """Masked weights made to sum to 1; a row without any weight stays zero."""
+    total = a.sum(dim=-1, keepdim=True)
+    return a / (total + 1e-8 if settings.normalization == "window" else total.where(total > 0, 1.0))
 
 
 def _dropout(a: Tensor, settings: AttentionSettings, state: BlockState) -> Tensor:

@@ -3,12 +3,15 @@
     s_tc = q_t · (k_c + u_{t−c})          for the W positions c before t
     s_ti = q_t · k'_i                     for the N persistent vectors (already scaled by √d_h)
     ã    = softmax over both sets of s / √d_h, times m_z(t − c) on the context
-    a    = dropout(ã / (Σ ã + 1e-8))
+    a    = dropout(ã / (Σ ã + 1e-8))                           normalization "window": the paper's code
+    a    = dropout(softmax over both sets of s / √d_h + log m_z(t − c))        normalization "span"
     y_t  = Σ_c a_tc (v_c [+ u_{t−c}]) + Σ_i a_ti v'_i          (v' already scaled by √N)
 
-(equations 12 and 13 of the paper, with the span mask of its section 4.3 and the details of its published code.) A
-token attends to the positions before it, never to itself. Which positions are projected for which head is a backend's
-business; today's K and V of cached positions are always made from cached hidden states with today's weights.
+(equations 12 and 13 of the paper, with the span mask of its section 4.3 and the details of its published code.) The two
+normalizations differ by the 1e-8 alone; but for it the window would not matter, and only without it can the work
+follow each head's span. A token attends to the positions before it, never to itself. Which positions are projected for
+which head is a backend's business; today's K and V of cached positions are always made from cached hidden states with
+today's weights.
 
 Without persistent vectors only the context is attended to. That is N = 0, and also how the variants that keep the two
 apart (model/variants.py) use a backend: it needs to know nothing of them, except that `heads` may have gaps.
@@ -43,32 +46,34 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What never changes during a run. max_span L and ramp R in tokens; dropout: probability on attention weights."""
+    """What never changes during a run. max_span L and ramp R in tokens; dropout: probability on attention weights;
+    normalization: see above, of no effect where spans are fixed."""
 
     max_span: int
     ramp: int
     position_values: Literal["none", "shared"]
     empty_cache: Literal["attend", "mask"]
     dropout: float
+    normalization: Literal["span", "window"]
 
 
 @dataclass(frozen=True)
 class BlockState:
     """What changes from call to call.
 
-    window: W, the number of positions before a token that are looked at, equal on all ranks; spans: for each local head
-    the distance up to which its mask or the mask's gradient is not zero, at most W (`look_back` of model/span.py), known
-    to the host; cached: how many of the cache's last positions hold tokens (the rest, and whatever the cache is too
-    short for, are zeros); heads: int32 [H], the logical ids of the local heads; layer: its index; dropout_keys: None when
-    evaluating.
+    window: W, the number of positions before a token that are looked at, equal on all ranks; cached: how many of the
+    cache's last positions hold tokens (the rest, and whatever the cache is too short for, are zeros); heads: int32
+    [H], the logical ids of the local heads; layer: its index; dropout_keys: None when evaluating; spans: for each local
+    head the distance up to which its mask or the mask's gradient is not zero, at most W, known to the host (`look_back`
+    of model/span.py), None where that is not known: then the window's end.
     """
 
     window: int
-    spans: tuple[int, ...]
     cached: int
     heads: Tensor
     layer: int
     dropout_keys: DropoutKeys | None
+    spans: tuple[int, ...] | None = None
 
 
 def span_slope(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
@@ -97,3 +102,7 @@ def check_shapes(block: Tensor, cache: Tensor, weights: LayerWeights, state: Blo
         )
     if not 0 < state.window <= weights.position_key.shape[2]:
         raise ValueError(f"window {state.window}: it must be in 1 … {weights.position_key.shape[2]}, the maximum span")
+    if state.spans is not None and (
+        len(state.spans) != heads or not 0 < min(state.spans) <= max(state.spans) <= state.window
+    ):
+        raise ValueError(f"spans {state.spans}: {heads} heads need one each, in 1 … {state.window}, the window")

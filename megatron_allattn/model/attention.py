@@ -43,13 +43,15 @@ class BlockContext:
     """Everything a forward pass depends on besides weights and tokens.
 
     windows: W of every layer of the network; cache: of this batch's streams; dropout_keys: None when evaluating;
-    loss_scale: the factor by which the engine scales the main loss's gradient.
+    loss_scale: the factor by which the engine scales the main loss's gradient; look_back: how far each local head of
+    every layer looks (model/span.py), None: its layer's whole window.
     """
 
     windows: tuple[int, ...]
     cache: HiddenStateCache
     dropout_keys: DropoutKeys | None
     loss_scale: float = 1.0
+    look_back: tuple[tuple[int, ...], ...] | None = None
 
 
 class SelfAttention(nn.Module):
@@ -68,6 +70,7 @@ class SelfAttention(nn.Module):
             position_values=config.position_values,
             empty_cache=config.empty_cache,
             dropout=config.attention_dropout,
+            normalization=config.span_normalization,
         )
         name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
         assert num_heads % group.size == 0
@@ -99,6 +102,7 @@ class SelfAttention(nn.Module):
             heads=self.get_buffer("heads"),
             layer=self.layer,
             dropout_keys=context.dropout_keys,
+            spans=None if context.look_back is None else context.look_back[self.layer],
         )
         output = self.out(self.local_heads(copy_to_shards(hidden, self.group), cached, weights, state))
         return output if z is None else add_span_loss(output, z, self.span_gradient * context.loss_scale)

@@ -9,7 +9,9 @@ import math
 from torch import Tensor, nn
 
 from megatron_allattn.config import ModelConfig
+from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.position import PositionEmbedding
@@ -24,7 +26,9 @@ from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, Vo
 class Network(nn.Module):
     """An all-attention language model over `vocab_size` tokens; this rank's shard of it."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, group: Group, fused: FusedOps) -> None:
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, group: Group, fused: FusedOps, attend: Attend = eager.attend
+    ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
         size = config.hidden_size
@@ -32,7 +36,9 @@ class Network(nn.Module):
         self.position = PositionEmbedding(
             "position", size // config.num_attention_heads, config.max_attention_span, group
         )
-        self.layers = nn.ModuleList(build_block(config, layer, group, fused) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            build_block(config, layer, group, fused, attend) for layer in range(config.num_layers)
+        )
         self.output = output
 
     def forward(self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None) -> Tensor:

@@ -44,6 +44,15 @@ def cache_length(window: int, max_span: int) -> int:
     return min(max_span, window + CHUNK)
 
 
+def look_back(z: float, window: int, max_span: int, ramp: int) -> int:
+    """The distance up to which a head's mask, or the mask's gradient, is not zero: min(W, ⌈z·L⌉ + R + 1).
+
+    z·L is rounded as the mask itself rounds it in float32, so that its last distance is never cut off.
+    """
+    reach = max(math.ceil(z * max_span), math.ceil(torch.tensor(z, dtype=torch.float32).mul(max_span).item()))
+    return min(window, reach + ramp + 1)
+
+
 def span_in_tokens(z: Tensor, max_span: int, ramp: int) -> Tensor:
     """How many tokens a head looks back, ramp included: min(L, z·L + R), the number the paper's code logs."""
     return (z.double() * max_span + ramp).clamp(max=max_span)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
-from megatron_allattn.kernels.registry import Attend, backend
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import AllAttention, SelfAttention, memory_of_heads
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
@@ -157,10 +157,10 @@ _FEED_FORWARD: dict[str, type[FeedForward] | type[SoftmaxFeedForward]] = {
 }
 
 
-def build_block(config: ModelConfig, layer: int, group: Group, fused: FusedOps) -> Block:
+def build_block(config: ModelConfig, layer: int, group: Group, fused: FusedOps, attend: Attend) -> Block:
     """Layer number `layer` of the network that `config` describes."""
     kind = _ATTENTION[config.variant] if config.persistent_memory_size else SelfAttention
-    attention = kind(config, layer, backend("eager"), group)
+    attention = kind(config, layer, attend, group)
     sublayer = _FEED_FORWARD.get(config.variant)
     feed_forward = sublayer(config, layer, group) if sublayer is not None else None
     return Block(attention, config.hidden_size, fused, feed_forward)

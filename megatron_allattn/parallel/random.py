@@ -12,10 +12,11 @@ its tile, cache length or shard. An element has a row key and a column; the two 
     scramble(x)  = (y ^ (y >> 15)) · 0x846CA68B   with   y = x · 0x7FEB352D
 
 where >> keeps the sign (so y ^ (y >> 15) is each 31-bit number for two values of y). `mix` is the two-multiplication
-finalizer "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018) and key(row) = mix(… mix(mix(seed) + a) + b …)
-over the row's integers (a, b, …), seed's high word first. Column 2p looks at bits 0 to 13, column 2p + 1 at bits 16 to 29;
-an element is kept when that number is at least `drop_threshold(probability)`, its probability in units of 2⁻¹⁴. Both
-`scramble` and the numbers of 14 bits are chosen so that a mask costs a CPU little (kernels/dropout.py).
+finalizer "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018) and
+key(row) = mix(… mix(mix(seed) + a) + b …) over the row's integers (a, b, …), seed's high word first. Column 2p looks at
+bits 0 to 13, column 2p + 1 at bits 16 to 29; an element is kept when that number is at least
+`drop_threshold(probability)`, its probability in units of 2⁻¹⁴. Both `scramble` and the numbers of 14 bits are chosen
+so that a mask costs a CPU little (kernels/dropout.py).
 
     attention weights    row (seed, site, step, layer, stream, head, query)    column: −(t − c) for the context, i for
                          persistent vector i (head 0 where one set of vectors serves all heads)
@@ -110,7 +111,7 @@ def scramble_(bits: Tensor, spare: Tensor) -> Tensor:
 
 
 def drop_threshold(probability: float) -> int:
-    """The probability of being dropped, in [0, 1), in units of 2⁻¹⁴, rounded; what is kept is scaled by its own rate."""
+    """The probability of being dropped, in [0, 1), in units of 2⁻¹⁴, rounded."""
     return round(probability * (FIELD + 1))
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,8 +78,11 @@ class Case:
         return np.zeros(()) if found is None else found
 
 
-def read_case(path: Path, tensor_size: int = 1) -> Case:
-    """A recorded case, for `tensor_size` tensor-parallel ranks. Raises UsageError when it cannot be replayed."""
+def read_case(path: Path, tensor_size: int = 1, normalization: Literal["window", "span"] = "window") -> Case:
+    """A recorded case, for `tensor_size` tensor-parallel ranks; normalization: `window` is what was recorded.
+
+    Raises UsageError when it cannot be replayed.
+    """
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -91,7 +94,7 @@ def read_case(path: Path, tensor_size: int = 1) -> Case:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise UsageError(f"{path}: its configuration gives a vocabulary of {vocab_size} tokens; {_GIVE}")
     try:
-        run = _run_config(config, tensor_size)
+        run = _run_config(config, tensor_size, normalization)
         check_world(run, tensor_size)
         check_vocabulary(run.model, vocab_size)
     except UsageError as error:
@@ -143,7 +146,7 @@ def _check_keys(path: Path, config: dict[str, Any]) -> None:
         raise UsageError(f"{path}: optimizer {config['optim']}; known are adagrad and adam")
 
 
-def _run_config(config: dict[str, Any], tensor_size: int) -> RunConfig:
+def _run_config(config: dict[str, Any], tensor_size: int, normalization: Literal["window", "span"]) -> RunConfig:
     """The run that a case's configuration describes."""
     spans = {"span_loss": config["span_loss"], "span_ramp": config["ramp"]} if config["adapt_span"] else {}
     cutoffs = config["cutoffs"] if _is_adaptive(config) else None
@@ -162,6 +165,7 @@ def _run_config(config: dict[str, Any], tensor_size: int) -> RunConfig:
             persistent_memory_size=config["N"],
             max_attention_span=config["span"],
             adaptive_span=config["adapt_span"],
+            span_normalization=normalization,
             variant="transformer" if config.get("ff") else "all-attn",
             feed_forward_size=config.get("ff") or 0,
             untie_embeddings_and_output_weights=not config.get("tied", False),

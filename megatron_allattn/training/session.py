@@ -22,6 +22,7 @@ from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
+from megatron_allattn.kernels.registry import Attend, AttentionBackend, choose_backend
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import agree, broadcast_object
@@ -139,6 +140,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     if streams.dropped_tokens:
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
+    attention = agreed(lambda: _attention(run, device))
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
     source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
@@ -150,8 +152,9 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         )
     )
     agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
-    engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused)
+    engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend)
     session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped])
+    session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
     if engine.zero_stage != run.parallel.zero_stage:
         session.notes.append(f"half precision at ZeRO {run.parallel.zero_stage} runs as ZeRO {engine.zero_stage}")
@@ -165,13 +168,16 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
 
 
 def build_engine(
-    run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps
+    run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps, attend: Attend
 ) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands."""
-    network = Network(run.model, vocab_size, groups.tensor, fused)
+    network = Network(run.model, vocab_size, groups.tensor, fused, attend)
     initialize(network, run.training.seed)
-    dtype = torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
-    return DeepSpeedEngine(network, run, groups, device, dtype, fused)
+    return DeepSpeedEngine(network, run, groups, device, _precision(run), fused)
+
+
+def _precision(run: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
 
 
 def _check_precision(run: RunConfig, device: torch.device) -> None:
@@ -182,6 +188,15 @@ def _check_precision(run: RunConfig, device: torch.device) -> None:
 def _fused(run: RunConfig, device: torch.device) -> FusedOps:
     try:
         return choose_fused(run.training.fused, device.type == "cuda")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _attention(run: RunConfig, device: torch.device) -> AttentionBackend:
+    model = run.model
+    head_size = model.hidden_size // model.num_attention_heads
+    try:
+        return choose_backend(run.training.attention_backend, device, _precision(run), head_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
