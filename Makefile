@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | test-variants | lint | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-variants | lint | benchmark | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -6,11 +6,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO_DATA := data/demo/stdlib
+BENCHMARK := --recipe enwik8-small --num-layers 2 --seq-length 128 --runs 3
 DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts test-variants demo gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-variants demo benchmark gpu-check clean
 
 venv: $(READY)
 
@@ -56,6 +57,14 @@ demo: $(READY) $(DEMO_DATA).json
 	set -x; \
 	$(BIN)/deepspeed --quiet --num_gpus $$size --master_port $$port pretrain.py --recipe demo \
 	    --tensor-model-parallel-size $$size --data-path $(DEMO_DATA) --save $(DEMO_RUN)
+
+# every benchmark at a small size: a look at whether they run, not a result (docs/performance.md)
+benchmark: $(READY)
+	$(BIN)/python tools/benchmark.py attention $(BENCHMARK)
+	$(BIN)/python tools/benchmark.py layer $(BENCHMARK) --dropout 0
+	$(BIN)/python tools/benchmark.py step $(BENCHMARK) --compare eager bfloat16
+	$(BIN)/python tools/benchmark.py generate $(BENCHMARK) --positions 128 1024
+	$(BIN)/python tools/benchmark.py data --megabytes 16 --runs 3
 
 # with the python, torch and numpy of the machine: no environment is made, nothing is installed
 gpu-check:

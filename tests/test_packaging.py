@@ -68,6 +68,12 @@ def test_deepspeed_files_travel_with_the_package(package: Any) -> None:
     assert shipped == {f"zero{stage}.json" for stage in range(4)} | {"zero2-offload.json", "zero3-offload.json"}
 
 
+def test_span_profiles_travel_with_the_package(package: Any) -> None:
+    (pattern,) = package.package_data["megatron_allattn.benchmark"]
+    shipped = {path.stem for path in (ROOT / "megatron_allattn/benchmark").glob(pattern)}
+    assert shipped == {"fresh", "half-way", "late", "facts"}
+
+
 def test_extras_are_the_documented_ones(package: Any) -> None:
     assert set(package.extras_require) == {"test", "plots", "tensorboard", "wandb", "hf", "triton"}
 
@@ -106,6 +112,7 @@ def test_pyproject_holds_tool_settings_only() -> None:
         ("test", "-m pytest -q"),
         ("test-layouts", "-m pytest -q -m layouts"),
         ("demo", "--recipe demo"),
+        ("benchmark", "tools/benchmark.py step"),
         ("gpu-check", "tests/gpu/check.py"),
         ("clean", "rm -rf build"),
     ],

@@ -101,6 +101,8 @@ def to_adaptive_span(saved: SavedRun, output: Path) -> str:
     lines = [f"{output}: step {step} of {saved.step_folder}"]
     if run.optimizer.optimizer == "adam" and run.optimizer.clip_grad:
         lines.append(f"note: the file does not say that gradients are clipped at {run.optimizer.clip_grad}")
+    if run.model.adaptive_span and run.model.span_normalization != "window":
+        lines.append("note: that code normalizes over a layer's window, with 1e-8 added, and not over each head's span")
     if run.optimizer.lr_decay_style != "constant":
         lines.append(f"note: that code has no {run.optimizer.lr_decay_style} decay, its rate stays as it is")
     return "\n".join(lines)

@@ -95,7 +95,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", action=_Once)
     parser.add_argument("--engine", choices=tuple(ENGINES), default="plain", action=_Once)
     parser.add_argument(
-        "--attention-backend", choices=("eager", "blocked"), default="eager", action=_Once, help="(default eager)"
+        "--attention-backend",
+        choices=("eager", "blocked", "cached"),
+        default="eager",
+        action=_Once,
+        help="(default eager); cached keeps keys and values and cannot train: for .pt cases",
     )
     parser.add_argument(
         "--span-normalization",
@@ -191,6 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.engine == "deepspeed" and options.dtype == "float64":
             raise usage_error("--dtype", "float64", "DeepSpeed trains in float32 at most", "add --dtype float32")
         for path in options.cases:
+            if options.attention_backend == "cached" and path.suffix != ".pt":
+                rule = f"keeps keys and values of fixed weights, and {path} is a training"
+                raise usage_error("--attention-backend", "cached", rule, "give .pt cases, or another backend")
             read(path, size, options.engine, options.span_normalization)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

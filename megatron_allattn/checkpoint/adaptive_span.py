@@ -175,7 +175,7 @@ def configure(path: Path, found: Checkpoint, run: RunConfig, explicit: frozenset
         return fields
 
     model = checked(run.model, found.model.shape | {"position_values": "none", "empty_cache": "attend"})
-    if flag("span_normalization") not in explicit:
+    if found.model.shape["adaptive_span"] and flag("span_normalization") not in explicit:
         model["span_normalization"] = "window"  # what that code computes
     optimizer = {name: value for name, value in found.optimizer.items() if name != "lr"}
     optimizer = checked(run.optimizer, optimizer)

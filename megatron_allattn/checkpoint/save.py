@@ -10,6 +10,7 @@ what it needs.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,17 @@ def read_state(step_folder: Path) -> dict[str, Any]:
 
 
 def read_config(step_folder: Path, state: dict[str, Any]) -> RunConfig:
-    """The configuration in a step folder's state. Raises UsageError: this version knows no such configuration."""
+    """The configuration in a step folder's state. Raises UsageError: this version knows no such configuration.
+
+    One without `span_normalization` was written before there was a choice: learned spans were trained with `window`.
+    """
     try:
-        return RunConfig.from_dict(state["config"])
+        run = RunConfig.from_dict(state["config"])
     except (UsageError, KeyError) as error:
         raise UsageError(f"{step_folder / 'state.json'}: {error}; load a checkpoint of this version") from error
+    if run.model.adaptive_span and "span_normalization" not in state["config"].get("model", {}):
+        return replace(run, model=replace(run.model, span_normalization="window"))
+    return run
 
 
 def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:

@@ -12,7 +12,14 @@ from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.optimizer import OptimizerConfig
 from megatron_allattn.config.recipes import RECIPES
 from megatron_allattn.config.rules import BatchShape, batch_shape, check_run, check_vocabulary, check_world
-from megatron_allattn.config.run import CheckpointConfig, LoggingConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_allattn.config.run import (
+    CheckpointConfig,
+    LoggingConfig,
+    ParallelConfig,
+    Recompute,
+    RunConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "RECIPES",
@@ -23,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Recompute",
     "RunConfig",
     "TrainingConfig",
     "UsageError",

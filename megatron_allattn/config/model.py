@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_allattn.config.checks import LARGEST, check_range, conform_types
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import flag, usage_error
+
+DROPOUT_UNITS = 2**14
+"""A probability of dropout is a whole number of 1/16384, rounded (parallel/random.py compares numbers of 14 bits)."""
 
 Variant = Literal["all-attn", "attn-split", "head-split", "single-head", "ff-attn", "transformer"]
 
@@ -40,8 +43,8 @@ class ModelConfig:
 
     span_normalization: Literal["span", "window"] = "span"
     """How weights under a learned span come to sum to 1: by one softmax over the head's own span, or as in the paper's
-    code by a softmax over the layer's window, the mask, and a division by the sum plus 1e-8 (equal but for the 1e-8, at
-    the cost of the longest head for all)."""
+    code by a softmax over the layer's window, the mask, and a division by the sum plus 1e-8. They differ where the mask
+    hides all but some 1e-8 of the first softmax; window costs the longest head for all."""
 
     position_values: Literal["none", "shared"] = "none"
     """Positions on the value side: none as in the paper's code, or shared with the keys as in its equation."""
@@ -93,6 +96,7 @@ class ModelConfig:
         check_range(self, "span_loss", at_least=0)
         for name in ("attention_dropout", "embedding_dropout", "feed_forward_dropout"):
             check_range(self, name, at_least=0, below=1)
+            self._check_dropout(name)
         if self.hidden_size % self.num_attention_heads:
             raise usage_error(
                 "--hidden-size",
@@ -102,6 +106,19 @@ class ModelConfig:
             )
         self._check_variant()
         self._check_cutoffs()
+
+    def _check_dropout(self, name: str) -> None:
+        """A probability that is neither 0 nor 1 must not become one of them in silence."""
+        probability = getattr(self, name)
+        units = round(probability * DROPOUT_UNITS)
+        if units == DROPOUT_UNITS:
+            fix = f"give at most {DROPOUT_UNITS - 1}/{DROPOUT_UNITS} ({1 - 1 / DROPOUT_UNITS})"
+        elif probability and not units:
+            fix = f"give 0, or at least 1/{DROPOUT_UNITS} ({1 / DROPOUT_UNITS})"
+        else:
+            return
+        rule = f"dropout has a resolution of 1/{DROPOUT_UNITS}, at which this is {units // DROPOUT_UNITS}"
+        raise usage_error(flag(name), probability, rule, fix)
 
     def _check_variant(self) -> None:
         """Persistent vectors and a feed-forward sublayer stand in for each other: each variant has only its own."""

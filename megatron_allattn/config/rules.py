@@ -39,7 +39,7 @@ class _NoEffect:
 
 _NO_EFFECT = (
     _NoEffect(
-        fields=("span_loss", "span_ramp"),
+        fields=("span_loss", "span_ramp", "span_normalization"),
         condition=lambda run: not run.model.adaptive_span,
         reason="has no effect with --no-adaptive-span: the span is fixed",
         fix="leave one of the two out",
@@ -84,6 +84,14 @@ _NO_EFFECT = (
         fix="leave it out or add the cut-offs",
     ),
     _NoEffect(
+        fields=("recompute_granularity",),
+        condition=lambda run: (
+            run.training.recompute_granularity == "selective" and run.training.attention_backend == "eager"
+        ),
+        reason="has no effect with --attention-backend eager, which keeps more than queries, keys and values",
+        fix="choose full or another backend",
+    ),
+    _NoEffect(
         fields=("save_interval",),
         condition=lambda run: run.checkpoint.save is None,
         reason="has no effect without --save: nothing is saved",
@@ -103,7 +111,7 @@ def check_run(config: RunConfig, explicit: frozenset[str]) -> None:
         UsageError: two values contradict, or a given flag would be ignored.
     """
     _check_schedule(config)
-    sections = (config.model, config.optimizer, config.checkpoint)
+    sections = (config.model, config.optimizer, config.training, config.checkpoint)
     for rule in _NO_EFFECT:
         for name in rule.fields:
             if flag(name) in explicit and rule.condition(config):

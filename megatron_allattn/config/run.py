@@ -16,6 +16,8 @@ from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.optimizer import OptimizerConfig
 
+Recompute = Literal["none", "selective", "full"]  # what is computed again in backward
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -82,6 +84,10 @@ class TrainingConfig:
     attention_backend: Literal["auto", "eager", "blocked", "triton"] = "auto"
     """How attention is computed: eager is the readable reference, blocked follows every head's span on any device,
     triton does so on NVIDIA GPUs; auto is triton where it can run and blocked elsewhere."""
+
+    recompute_granularity: Recompute = "none"
+    """What is computed again in backward to save memory: nothing; queries, keys and values (selective); or whole
+    layers, of which only the input is kept (full). Losses and gradients are the same."""
 
     eval_interval: int = 0
     """Steps between two evaluations on the validation split; 0 evaluates at the end only."""

@@ -60,12 +60,16 @@ class TokenStreams:
         """The next block of the given global streams, and move on: one call a step, with all streams of the rank."""
         inputs, targets = _gather(self.tokens, self.stream_length, streams, self.position, self.seq_length)
         block = Block(inputs, targets, self._restarted)
+        self.advance()
+        return block
+
+    def advance(self) -> None:
+        """Move on by a block without reading it."""
         self.position += self.seq_length
         self._restarted = self.position >= self.stream_length - self.seq_length
         if self._restarted:
             self.position = restart_offset(self.seed, self.restarts, self.seq_length)
             self.restarts += 1
-        return block
 
     def state(self) -> dict[str, Any]:
         """The state as JSON, together with what it is valid for."""

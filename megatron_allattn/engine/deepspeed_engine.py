@@ -188,7 +188,7 @@ class DeepSpeedEngine(Engine):
         if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
             clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
         self.engine.step()
-        return norm.item()
+        return norm
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if self.zero_stage == 0:

@@ -218,7 +218,7 @@ class Engine(ABC):
         return logical.shard(full, self.groups.tensor.rank, self.groups.tensor.size).to(self.device)
 
     def _tensor(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device)
+        return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device, non_blocking=True)
 
     def _dropout_keys(self, slot: int, step: int) -> DropoutKeys:
         streams = streams_of(

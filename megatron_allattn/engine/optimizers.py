@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_allattn.config import OptimizerConfig
+from megatron_allattn.kernels import multi_tensor
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.multi_tensor import AdamStep
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import Group
@@ -108,26 +110,27 @@ class Adagrad(_Optimizer):
         for group, tensors, grads in work:
             if group["decay"] and self.weight_decay:
                 grads[:] = list(torch._foreach_add(grads, tensors, alpha=self.weight_decay))
-        scales = self._scales(work) if self.clip else None
-        for index, (group, tensors, grads) in enumerate(work):
-            sums = self._states(tensors, "sum")
-            torch._foreach_addcmul_(sums, grads, grads)
-            denominators = torch._foreach_sqrt(sums)
-            torch._foreach_add_(denominators, 1e-10)
-            steps = torch._foreach_div(grads, denominators)
-            if scales is not None:
-                steps = tuple(step * scales[index].to(step.dtype) for step in steps)
-            torch._foreach_add_(tensors, steps, alpha=-group["lr"])
-            self._clamp(group, tensors)
+        scales = self._scales(work) if self.clip else [1.0] * len(work)
+        tensors, grads, rates = [], [], []
+        for (group, own, gradients), scale in zip(work, scales, strict=True):
+            tensors += own
+            grads += gradients
+            rates += [group["lr"] * scale] * len(own)
+        if tensors:
+            multi_tensor.adagrad_(tensors, grads, self._states(tensors, "sum"), rates, eps=1e-10)
+        for group, own, _ in work:
+            self._clamp(group, own)
 
-    def _scales(self, work: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]) -> Tensor:
-        """min(1, clip / ‖g‖) of every group, float64 [groups]."""
-        squares = torch.stack([self.fused.squared_norm(grads) for _, _, grads in work])
+    def _scales(self, work: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]) -> list[float]:
+        """min(1, clip / ‖g‖) of every group. One read by the host."""
+        if not work:
+            return []
+        squares = self.fused.squared_norms([grads[0] for _, _, grads in work])
         all_reduce(squares, self.partition)
         sharded = torch.tensor([group["sharded"] for group, _, _ in work], device=squares.device)
         if self.tensor_group.size > 1 and bool(any(group["sharded"] for group, _, _ in work)):
             squares[sharded] = all_reduce(squares[sharded], self.tensor_group)
-        return (self.clip / (squares.sqrt() + 1e-10)).clamp(max=1.0)
+        return (self.clip / (squares.sqrt() + 1e-10)).clamp(max=1.0).tolist()
 
 
 class Adam(_Optimizer):
@@ -139,26 +142,23 @@ class Adam(_Optimizer):
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        fused: FusedOps,
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "step": 1})
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.betas, self.eps, self.weight_decay, self.fused = betas, eps, weight_decay, fused
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        beta1, beta2 = self.betas
         for group, tensors, grads in self._work():
-            lr, step = group["lr"], group["step"]
             averages, squares = self._states(tensors, "exp_avg"), self._states(tensors, "exp_avg_sq")
-            if group["decay"] and self.weight_decay:
-                torch._foreach_mul_(tensors, 1.0 - lr * self.weight_decay)
-            torch._foreach_lerp_(averages, grads, 1.0 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, grads, grads, value=1.0 - beta2)
-            denominators = torch._foreach_sqrt(squares)
-            torch._foreach_div_(denominators, (1.0 - beta2**step) ** 0.5)
-            torch._foreach_add_(denominators, self.eps)
-            torch._foreach_addcdiv_(tensors, averages, denominators, value=-lr / (1.0 - beta1**step))
+            decay = self.weight_decay if group["decay"] else 0.0
+            update = AdamStep(group["lr"], self.betas, self.eps, decay, group["step"])
+            self.fused.adamw_(tensors, grads, averages, squares, update)
             self._clamp(group, tensors)
 
 
@@ -173,25 +173,25 @@ def build_optimizer(
         groups = parameter_groups(network, one_tensor_each=config.clip_grad > 0)
         return Adagrad(groups, config.clip_grad, config.weight_decay, tensor, partition, fused)
     groups = parameter_groups(network, one_tensor_each=False)
-    return Adam(groups, (config.adam_beta1, config.adam_beta2), config.adam_eps, config.weight_decay)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return Adam(groups, betas, config.adam_eps, config.weight_decay, fused)
 
 
-def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> Tensor:
-    """Norm of all gradients as logical tensors (replicated ones counted once), float64 scalar, equal on all ranks."""
+def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> float:
+    """Norm of all gradients as logical tensors (replicated ones counted once), equal on all ranks."""
     replicated: list[Tensor] = []
     sharded: list[Tensor] = []
     for parameter in network.parameters():
         if parameter.grad is not None:
             (sharded if is_sharded(parameter) else replicated).append(parameter.grad)
-    square = fused.squared_norm(replicated)
+    square = fused.squared_norms(replicated).sum()
     if sharded:
-        square = square + all_reduce(fused.squared_norm(sharded), tensor)
-    return square.sqrt()
+        square = square + all_reduce(fused.squared_norms(sharded).sum(), tensor)
+    return square.sqrt().item()
 
 
-def clip_gradients(network: Network, norm: Tensor, clip: float) -> None:
+def clip_gradients(network: Network, norm: float, clip: float) -> None:
     """Scale all gradients by min(1, clip / (norm + 1e-6)), as torch and DeepSpeed's ZeRO do."""
-    scale = (clip / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in network.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    scale = clip / (norm + 1e-6)
+    if not scale >= 1.0:  # a norm that is not finite scales too
+        torch._foreach_mul_([p.grad for p in network.parameters() if p.grad is not None], scale)

@@ -80,7 +80,7 @@ class PlainEngine(Engine):
                     parameter.copy_(master)
                     master.grad = None
         self.network.zero_grad(set_to_none=True)
-        return norm.item()
+        return norm
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         return self._masters[parameter].detach()

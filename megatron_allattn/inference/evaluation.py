@@ -18,13 +18,16 @@ from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
 from megatron_allattn.config.rules import check_replicas
+from megatron_allattn.config.tool_flags import Precision
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.splits import SPLITS
 from megatron_allattn.data.streams import num_evaluation_blocks
 from megatron_allattn.inference.card import Card, card_text, evaluation_card
 from megatron_allattn.inference.model import LoadedModel, load_model
+from megatron_allattn.inference.reader import named_attend
 from megatron_allattn.inference.scoring import CodeProtocol, Progress, Score, code_protocol, score
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.parallel.collectives import agree
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.main import as_rank
@@ -50,7 +53,8 @@ class EvaluationOptions:
     parallel: ParallelConfig
     overlap: bool
     code_protocol: bool
-    precision: Literal["float32", "bfloat16", "float64"]
+    precision: Precision
+    attention_backend: str
     json: Path | None
 
 
@@ -72,7 +76,9 @@ def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -
         return agree(action, groups.world, exit_code)
 
     agreed(lambda: _check_json(options.json) if groups.rank == 0 else None)
-    model = load_model(options.load, groups, device, getattr(torch, options.precision))
+    dtype = getattr(torch, options.precision)
+    model = load_model(options.load, groups, device, dtype)
+    attend = agreed(lambda: named_attend(options.attention_backend, model.run.model, device, dtype))
     dataset = agreed(lambda: _open_data(options, model))
     tokens = getattr(dataset, options.split_name)
     block_length = options.seq_length or model.run.training.seq_length
@@ -86,6 +92,7 @@ def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -
             block_length=block_length,
             device=device,
             overlap=options.overlap,
+            attend=attend,
             progress=progress,
         )
     agreed(lambda: _check_finite(found, model))
@@ -94,10 +101,11 @@ def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -
         "device": device.type,
         "tensor_parallel_size": groups.tensor.size,
         "data_parallel_size": size,
+        "attention_backend": options.attention_backend,
         "block_length": block_length,
         "overlap": options.overlap,
     }
-    code = _code_protocol(options, model, tokens, groups, device)
+    code = _code_protocol(options, model, tokens, groups, device, attend)
     card = evaluation_card(model, dataset, options.split_name, found, code, settings)
     agreed(lambda: write_json_atomic(options.json, card) if options.json and groups.rank == 0 else None)
     return card
@@ -128,7 +136,12 @@ def _check_finite(found: Score, model: LoadedModel) -> None:
 
 
 def _code_protocol(
-    options: EvaluationOptions, model: LoadedModel, tokens: Tokens, groups: Groups, device: torch.device
+    options: EvaluationOptions,
+    model: LoadedModel,
+    tokens: Tokens,
+    groups: Groups,
+    device: torch.device,
+    attend: Attend | None,
 ) -> CodeProtocol | str:
     """What the paper's code would report with the blocks of training, or why that is not known."""
     block_length = model.run.training.seq_length
@@ -144,6 +157,7 @@ def _code_protocol(
             num_streams=CODE_STREAMS,
             block_length=block_length,
             device=device,
+            attend=attend,
             progress=progress,
         )
 

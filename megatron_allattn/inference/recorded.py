@@ -7,6 +7,7 @@ scores of it: the mean over all predictions, single ones, its own evaluation pro
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from megatron_allattn.checkpoint import adaptive_span
 from megatron_allattn.checkpoint.companion import check_companion, read_companion
 from megatron_allattn.config import ModelConfig, ParallelConfig, RunConfig, UsageError, check_world, usage_error
-from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import find_spans, local_spans
+from megatron_allattn.inference.decoding import continuations
+from megatron_allattn.inference.reader import Reader, named_attend
+from megatron_allattn.inference.sampling import greedy
 from megatron_allattn.inference.scoring import code_protocol, score
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.kernels.registry import choose_backend
-from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.initialization import load_logical
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import Groups
@@ -155,47 +157,47 @@ class _Reader:
 
 
 def verify_recorded(
-    case: Recorded, groups: Groups, device: torch.device, dtype: torch.dtype, backend: str = "eager"
+    case: Recorded, groups: Groups, device: torch.device, dtype: torch.dtype, backend: str = "cached"
 ) -> CaseReport:
     """Score a case's tokens and report the largest differences. Collective over the tensor group.
 
-    dtype: float64 or float32; backend: of attention.
+    dtype: float64 or float32; backend: of attention, see `named_attend`.
     """
-    attend = choose_backend(backend, device, dtype, case.model.hidden_size // case.model.num_attention_heads).attend
-    network = Network(case.model, case.vocab_size, groups.tensor, FusedOps("torch"), attend)
+    attend = named_attend(backend, case.model, device, dtype)
+    network = Network(case.model, case.vocab_size, groups.tensor, FusedOps("torch"))
     network.to(device=device, dtype=dtype).requires_grad_(False)
     load_logical(network, case.weights)
-    scored = score(network, groups, case.tokens, num_streams=1, block_length=case.block, device=device, keep_nats=True)
+    block = case.block
+    scored = score(
+        network, groups, case.tokens, num_streams=1, block_length=block, device=device, keep_nats=True, attend=attend
+    )
     assert scored.nats is not None
     found = {"mean_nll": abs(scored.mean_nats - case.mean_nll) / case.mean_nll}
     if case.nll:
         found["nll"] = max(abs(scored.nats[place] - value) / max(1.0, value) for place, value in case.nll.items())
     for batch, expected in case.protocol.items():
         protocol = code_protocol(
-            network, groups, case.tokens, num_streams=batch, block_length=case.block, device=device
+            network, groups, case.tokens, num_streams=batch, block_length=block, device=device, attend=attend
         )
         difference = abs(protocol.mean_nats - expected) / expected
         found["code_protocol"] = max(found.get("code_protocol", 0.0), difference)
     if case.greedy is not None:
-        tokens, margin = _continue(network, case.greedy.prompt, len(case.greedy.tokens), device)
+        tokens, margin = _continue(network, case.greedy.prompt, len(case.greedy.tokens), attend)
         found["greedy"] = float(sum(a != b for a, b in zip(tokens, case.greedy.tokens, strict=True)))
         found["greedy_margin"] = abs(margin - case.greedy.margin)
     found = {what: math.inf if math.isnan(value) else value for what, value in found.items()}
     return CaseReport(case.name, found, {what: LIMITS[dtype][what] for what in found})
 
 
-@torch.no_grad()
-def _continue(network: Network, prompt: list[int], count: int, device: torch.device) -> tuple[list[int], float]:
+def _continue(network: Network, prompt: list[int], count: int, attend: Attend | None) -> tuple[list[int], float]:
     """The `count` likeliest tokens after the prompt, each given those before it, and the least margin of a choice."""
-    model = network.config
-    slot = CacheSlot(model.num_layers, 1, model.hidden_size, next(network.parameters()).dtype, device)
-    spans = find_spans(network, local_spans(network))
-    context = BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)
-    tokens, margin, block = [], math.inf, prompt
-    for _ in range(count):
-        log_probs = network(torch.tensor([block], device=device), context)[0, -1]
-        slot.commit(len(block))
-        best, second = log_probs.topk(2).values.tolist()
-        tokens.append(int(log_probs.argmax()))
-        margin, block = min(margin, best - second), tokens[-1:]
-    return tokens, margin
+    margins = []
+
+    def choose(log_probs: Tensor) -> Tensor:
+        best, second = log_probs[0].topk(2).values.tolist()
+        margins.append(best - second)
+        return greedy(log_probs)
+
+    reader = Reader(network, find_spans(network, local_spans(network)), 1, attend)
+    tokens = [token for [token] in islice(continuations(reader, prompt, choose), count)]
+    return tokens, min(margins)

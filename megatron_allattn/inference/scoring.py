@@ -22,9 +22,9 @@ import torch
 from megatron_allattn.config import UsageError
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.streams import evaluation_blocks, num_evaluation_blocks
-from megatron_allattn.engine.caches import CacheSlot
-from megatron_allattn.engine.interface import Spans, find_spans, local_spans
-from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.engine.interface import find_spans, local_spans
+from megatron_allattn.inference.reader import Reader
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import Group, Groups
@@ -104,14 +104,16 @@ def score(
     device: torch.device,
     overlap: bool = True,
     keep_nats: bool = False,
+    attend: Attend | None = None,
     progress: Progress | None = None,
 ) -> Score:
     """Score every token of `tokens` [T] (an array or a memory map, ids below the vocabulary size) but the first.
 
     network: at its weights, on `device`, in any precision · num_streams: rows over all data ranks together ·
     overlap: without it streams start with empty caches, which is faster and loses context · keep_nats: return every
-    prediction's nats too, in memory for all of the split. Sums are float64. Memory follows num_streams, block length
-    and the windows, not the split. Collective over all ranks, with one reduction, at the end. UsageError if T < 2.
+    prediction's nats too, in memory for all of the split · attend: see `Reader`. Sums are float64. Memory follows
+    num_streams, block length and the spans, not the split. Collective over all ranks, with one reduction, at the end.
+    UsageError if T < 2.
     """
     assert num_streams > 0 and block_length > 0, f"{num_streams} streams, blocks of {block_length}"
     if len(tokens) < 2:
@@ -120,13 +122,13 @@ def score(
     reach = sum(spans.windows)
     streams = cut_streams(len(tokens) - 1, num_streams, reach if overlap else 0)
     own = streams[_share(len(streams), groups.data)]
-    forward = _Forward(network, spans, len(own), device)
+    reader = Reader(network, spans, len(own), attend)
     nats_by_id, count_by_id = np.zeros(network.vocab_size), np.zeros(network.vocab_size)
     by_position = np.zeros(len(tokens) - 1 if keep_nats else 0)
     num_blocks = _num_blocks(own, block_length)
     for index in range(num_blocks):
         inputs, targets, positions = _read(tokens, own, index * block_length, block_length)
-        nats, scored = forward(inputs, targets), positions >= 0
+        nats, scored = _nats(reader, inputs, targets), positions >= 0
         np.add.at(nats_by_id, targets[scored], nats[scored])
         np.add.at(count_by_id, targets[scored], 1.0)
         if keep_nats:
@@ -152,6 +154,7 @@ def code_protocol(
     num_streams: int = 8,
     block_length: int,
     device: torch.device,
+    attend: Attend | None = None,
     progress: Progress | None = None,
 ) -> CodeProtocol:
     """The mean over blocks of the mean nats of a block, as the full evaluation of the paper's code computes it.
@@ -166,10 +169,10 @@ def code_protocol(
         rule = f"the paper's code needs {needed:,} for a block of {block_length} in each of {num_streams} streams"
         raise UsageError(f"split of {len(tokens):,} tokens: {rule}; score a longer split or leave its protocol out")
     own = range(num_streams)[_share(num_streams, groups.data)]
-    forward = _Forward(network, find_spans(network, local_spans(network)), len(own), device)
+    reader = Reader(network, find_spans(network, local_spans(network)), len(own), attend)
     total = np.zeros(1)
     for index, block in enumerate(evaluation_blocks(tokens, num_streams, block_length, streams=own) if own else ()):
-        total += forward(block.inputs, block.targets).sum()
+        total += _nats(reader, block.inputs, block.targets).sum()
         if progress is not None:
             progress(index + 1, num_blocks)
     (total,) = _summed([total], groups.data, device)
@@ -183,21 +186,9 @@ def code_protocol(
     )
 
 
-class _Forward:
-    """A block of tokens after the other, [B, M] with their targets, to nats [B, M], with the caches in between."""
-
-    def __init__(self, network: Network, spans: Spans, batch_size: int, device: torch.device) -> None:
-        self._network, self._spans, self._device = network, spans, device
-        model, dtype = network.config, next(network.parameters()).dtype
-        self._slot = CacheSlot(model.num_layers, batch_size, model.hidden_size, dtype, device)
-
-    @torch.no_grad()
-    def __call__(self, inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        context = BlockContext(self._spans.windows, self._slot, dropout_keys=None, look_back=self._spans.look_back)
-        ids, wanted = (torch.from_numpy(array).to(self._device) for array in (inputs, targets))
-        nats = self._network(ids, context, wanted)
-        self._slot.commit(inputs.shape[1])
-        return nats.double().cpu().numpy()
+def _nats(reader: Reader, inputs: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Nats [B, M] of the next block of every stream."""
+    return reader(torch.from_numpy(inputs), torch.from_numpy(targets)).double().cpu().numpy()
 
 
 def _share(count: int, group: Group) -> slice:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import add_windows_, by_distance, tiling, windows
 from megatron_allattn.kernels.dropout import TileMask, tile_columns
-from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, span_slope
+from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, distances_seen, span_slope
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_scale
 
@@ -83,8 +83,7 @@ class Heads:
         masked = settings.empty_cache == "mask"
         self._cached = min(state.cached, cache.shape[1]) if masked else cache.shape[1] + state.window
         self._renormalize = settings.normalization == "window" and weights.span is not None
-        whole = (state.window,) * len(state.heads)
-        self._seen = whole if state.spans is None or self._renormalize else state.spans
+        self._seen = distances_seen(weights.span is not None, settings, state)
         self._slopes = self._all_slopes()
         self._rows: Tensor | None = None
         self._mask = TileMask(workspace, settings.dropout)
@@ -149,41 +148,43 @@ class Heads:
     def _memory(self, name: str, rows: Tensor, weight: Tensor) -> Tensor:
         """k or v of the S positions before the block and of the block, [B, S + G·T, K]."""
         memory = self._take(name, self.batch, self.span + self.padded, self.size)
-        before = memory[:, : self.span]
-        known = min(self.span, self.cache.shape[1])
-        before[:, : self.span - known] = 0
-        for stream in range(self.batch if known else 0):
-            torch.mm(
-                self.cache[stream, self.cache.shape[1] - known :],
-                self._head_rows(weight).t(),
-                out=before[stream, self.span - known :],
-            )
+        self._remember(name, self._head_rows(weight), memory[:, : self.span])
         self._pad(rows, memory[:, self.span :])
         return memory
 
+    def _remember(self, name: str, weight: Tensor, out: Tensor) -> None:
+        """Put k or v of the S positions before the block into `out` [B, S, K]; zeros where nothing was cached."""
+        known = min(self.span, self.cache.shape[1])
+        out[:, : self.span - known] = 0
+        for stream in range(self.batch if known else 0):
+            cached = self.cache[stream, self.cache.shape[1] - known :]
+            torch.mm(cached, weight.t(), out=out[stream, self.span - known :])
+
     def _tables(self, seen: int) -> None:
-        """What scores and outputs multiply besides k and v: [K, S + N], positions and persistent vectors."""
+        """What scores and outputs multiply besides k and v: positions and persistent vectors side by side, [K, S + N].
+
+        The table of the outputs has the columns from `first_value` on, which are those of the persistent vectors only
+        unless positions are on the value side too.
+        """
         positions = self.weights.position_key[0]
         self.key_table = self._take("key table", self.size, self.width)
         self.key_table[:, : self.span - seen] = 0
         self.key_table[:, self.span - seen : self.span] = positions[:, positions.shape[1] - seen :]
-        self.value_table: Tensor | None = None
-        if self.weights.persistent_key is not None:
+        shared = self.settings.position_values == "shared"
+        self.first_value = 0 if shared else self.span
+        self.value_table = self._take("value table", self.size, self.width - self.first_value)
+        if shared:
+            self.value_table[:, : self.span] = self.key_table[:, : self.span]
+        if self.weights.persistent_key is not None and self.weights.persistent_value is not None:
             self.key_table[:, self.span :] = self.weights.persistent_key[self.index]
-        if self.settings.position_values == "shared":
-            self.value_table = self._take("value table", self.width, self.size)
-            self.value_table[: self.span] = self.key_table[:, : self.span].t()
-            if self.weights.persistent_value is not None:
-                self.value_table[self.span :] = self.weights.persistent_value[self.index]
-        elif self.weights.persistent_value is not None:
-            self.value_table = self.weights.persistent_value[self.index]
-        self.first_value = self.width - (0 if self.value_table is None else len(self.value_table))
+            self.value_table[:, self.span - self.first_value :] = self.weights.persistent_value[self.index].t()
 
     def _bias(self, seen: int) -> None:
         """The columns where m may be below 1: m, whether it passes gradient, and what is added to scores (log m)."""
         self.bias: Tensor | None = None
         if self._slopes is not None:
-            ramp = self.span if self._renormalize else min(self.span, self.settings.ramp + 2)
+            whole = self._renormalize or self.state.spans is None  # the mask may end anywhere before the window
+            ramp = self.span if whole else min(self.span, self.settings.ramp + 2)
             slope = self._slopes[self.index, self._slopes.shape[1] - self.span :][:ramp]
             self.passes = (slope >= 0) & (slope <= 1)
             self.masks = slope.clamp(0, 1)
@@ -276,10 +277,7 @@ class Heads:
                 self._draw(unit)
                 self._mask.apply_(a)
             y_rows = self._rows_of(y, unit)
-            if self.value_table is None:
-                y_rows.zero_()
-            else:
-                torch.mm(a[:, self.first_value :], self.value_table, out=y_rows)
+            torch.mm(a[:, self.first_value :], self.value_table.t(), out=y_rows)
             band, y_tiles = self._skew(a), y_rows.view(-1, self.tile, self.size)
             for stream, place in self._streams_of(unit):
                 y_tiles[place].baddbmm_(band[place], self._windows(self.values, stream, unit))
@@ -302,9 +300,7 @@ class Heads:
         shape = (self.batch, self.span + self.padded, self.size)
         dkeys, dvalues = (self.workspace.zeros(name, shape, self.dtype, self.device) for name in ("dkeys", "dvalues"))
         self._dkey_table = self.workspace.zeros("dkey table", self.key_table.shape, self.dtype, self.device)
-        self._dvalue_table = None
-        if self.value_table is not None:
-            self._dvalue_table = torch.zeros_like(self.value_table)
+        self._dvalue_table = self.workspace.zeros("dvalue table", self.value_table.shape, self.dtype, self.device)
         for unit in self._units():
             q_rows, dy_rows, dq_rows = (self._rows_of(tensor, unit) for tensor in (self.q, dy_padded, dq_padded))
             self._unit_backward(unit, q_rows, dy_rows, dq_rows, dkeys, dvalues, grads)
@@ -327,12 +323,10 @@ class Heads:
         if self._rows is not None:
             self._draw(unit)
             dropped = self._mask.apply_(a, out=da)
-        if self._dvalue_table is not None:
-            self._dvalue_table.addmm_(dropped[:, self.first_value :].t(), dy)
+        self._dvalue_table.addmm_(dy.t(), dropped[:, self.first_value :])
         self._add_to_memory(self._skew(dropped), dy, dvalues, unit)
 
-        if self.value_table is not None:
-            torch.mm(dy, self.value_table.t(), out=da[:, self.first_value :])
+        torch.mm(dy, self.value_table, out=da[:, self.first_value :])
         da[:, : self.first_value] = 0
         self._add_context(dy, self.values, unit, da)
         if self._rows is not None:
@@ -372,11 +366,10 @@ class Heads:
         position = position[:, position.shape[1] - seen :]
         position += self._dkey_table[:, self.span - seen : self.span]
         if grads.persistent_key is not None and grads.persistent_value is not None:
-            assert self._dvalue_table is not None
             grads.persistent_key[self.index] = self._dkey_table[:, self.span :]
-            grads.persistent_value[self.index] = self._dvalue_table[self.span - self.first_value :]
-        if self.settings.position_values == "shared" and self._dvalue_table is not None:
-            position += self._dvalue_table[self.span - seen : self.span].t()
+            grads.persistent_value[self.index] = self._dvalue_table[:, self.span - self.first_value :].t()
+        if self.first_value == 0:
+            position += self._dvalue_table[:, self.span - seen : self.span]
 
     def _memory_gradients(self, memory: Tensor, weight: Tensor, out: Tensor) -> None:
         """From the gradients of a memory to those of the block's rows [B·M, K] and, for cached rows, of the weight."""

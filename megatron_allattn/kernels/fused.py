@@ -15,6 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_allattn.kernels import multi_tensor
+from megatron_allattn.kernels.multi_tensor import AdamStep
+
+CHUNK = 2048 * 32  # elements that a thread block of apex's multi-tensor kernels takes at a time, as in apex
+
 
 @dataclass(frozen=True)
 class FusedOps:
@@ -24,19 +29,42 @@ class FusedOps:
     norms: ModuleType | None = None  # apex.normalization.fused_layer_norm
     multi_tensor: ModuleType | None = None  # amp_C
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """LayerNorm over the last dimension."""
+    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """LayerNorm(x + y) over the last dimension, of a residual stream and what a sublayer adds to it."""
         if self.norms is not None and x.is_cuda:
-            return self.norms.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+            return self.norms.fused_layer_norm_affine(x + y, weight, bias, weight.shape, eps)
+        return F.layer_norm(x + y, weight.shape, weight, bias, eps)
 
-    def squared_norm(self, tensors: list[Tensor]) -> Tensor:
-        """Sum of the squares of all elements, a float64 scalar on the tensors' device (float32 inside apex)."""
+    def squared_norms(self, tensors: list[Tensor]) -> Tensor:
+        """Sum of the squares of each tensor's elements, float64 [n] on their device."""
         if self.multi_tensor is not None and tensors[0].is_cuda:
-            overflow = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
-            norm, _ = self.multi_tensor.multi_tensor_l2norm(65536, overflow, [tensors], False)
-            return norm.double().square().reshape(())
-        return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]).sum()
+            _, norms = self.multi_tensor.multi_tensor_l2norm(CHUNK, self._no_overflow(tensors), [tensors], True)
+            return norms.double().square()
+        return multi_tensor.squared_norms(tensors)
+
+    def adamw_(
+        self,
+        tensors: list[Tensor],
+        grads: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        update: AdamStep,
+    ) -> None:
+        """One step of Adam for all tensors."""
+        if self.multi_tensor is None or not tensors[0].is_cuda:
+            multi_tensor.adamw_(tensors, grads, averages, squares, update)
+            return
+        lists = [[grad.contiguous() for grad in grads], tensors, averages, squares]
+        numbers = (update.lr, *update.betas, update.eps, update.step)
+        decoupled = corrected = 1
+        self.multi_tensor.multi_tensor_adam(
+            CHUNK, self._no_overflow(tensors), lists, *numbers, decoupled, corrected, update.weight_decay
+        )
+
+    @staticmethod
+    def _no_overflow(tensors: list[Tensor]) -> Tensor:
+        """The flag by which apex's kernels are told to do nothing."""
+        return torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
 
 
 def apex_kind() -> str:

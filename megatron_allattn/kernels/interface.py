@@ -47,7 +47,8 @@ class LayerWeights:
 @dataclass(frozen=True)
 class AttentionSettings:
     """What never changes during a run. max_span L and ramp R in tokens; dropout: probability on attention weights;
-    normalization: see above, of no effect where spans are fixed."""
+    normalization: see above, of no effect where spans are fixed; keep_projections: whether a backend that recomputes
+    may keep q, k and v for its backward pass, or makes them anew there too."""
 
     max_span: int
     ramp: int
@@ -55,6 +56,7 @@ class AttentionSettings:
     empty_cache: Literal["attend", "mask"]
     dropout: float
     normalization: Literal["span", "window"]
+    keep_projections: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ class BlockState:
     layer: int
     dropout_keys: DropoutKeys | None
     spans: tuple[int, ...] | None = None
+
+
+def distances_seen(adaptive: bool, settings: AttentionSettings, state: BlockState) -> tuple[int, ...]:
+    """For each head the longest distance that its output depends on: its span, or the layer's window, where that is
+    all that is known or the normalization looks at all of it."""
+    if state.spans is None or (adaptive and settings.normalization == "window"):
+        return (state.window,) * len(state.heads)
+    return state.spans
 
 
 def span_slope(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:

@@ -17,6 +17,11 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """What all buffers hold."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor of this shape with any content."""
         key, size = (name, dtype, device), prod(shape)

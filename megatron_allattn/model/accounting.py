@@ -9,11 +9,10 @@ from megatron_allattn.config import RunConfig
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model import activations
+from megatron_allattn.model.activations import FLOAT
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.parallel.groups import Group
-
-FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,10 @@ def peak_step_bytes(
     world_size: int,
     windows: Sequence[int],
     cluster_tokens: Sequence[int] = (),
+    longest: int | None = None,
 ) -> int:
     """The most bytes of tensors that a rank holds at any moment of a training step: the highest of `step_phases`."""
-    return max(step_phases(run, vocab_size, world_size, windows, cluster_tokens).values())
+    return max(step_phases(run, vocab_size, world_size, windows, cluster_tokens, longest).values())
 
 
 def step_phases(
@@ -83,17 +83,22 @@ def step_phases(
     world_size: int,
     windows: Sequence[int],
     cluster_tokens: Sequence[int] = (),
+    longest: int | None = None,
 ) -> dict[str, int]:
-    """The most bytes of tensors on a rank in each phase of a training step of `PlainEngine` in float32, eager backend.
+    """The most bytes of tensors on a rank in each phase of a training step of `PlainEngine` in float32.
 
-    Included: weights, gradients and optimizer state; the update's temporaries and, with several replicas, the flat
-    copies of the average; today's and the next hidden-state caches of every micro-batch slot, as long as they get; what
-    autograd keeps of every part of the network and the most that the part works with (`activations`). Not included:
-    indices and other small tensors, buffers of the communication library, Python and PyTorch themselves.
+    The backend is eager if the run says so and blocked otherwise (triton keeps about the same; what it works with is
+    its own). Included: weights, gradients and optimizer state; Adagrad's gradients with weight decay and, with several
+    replicas, the flat copies of the average; the blocked backend's scratch memory; today's and the next hidden-state
+    caches of every micro-batch slot, as long as they get; what autograd keeps of every part of the network and the most
+    that the part works with (`activations`). Not included: indices and other small tensors, buffers of the
+    communication library, Python and PyTorch themselves.
 
     Args:
         windows: W of every layer.
         cluster_tokens: with an adaptive softmax, how many of a micro-batch's targets are in each cluster.
+        longest: how far the head of all layers looks back that looks farthest (`look_back` of model/span.py), for the
+            scratch memory; by default the longest window.
     """
     batch = batch_shape(run, world_size)
     ranks = run.parallel.tensor_model_parallel_size
@@ -101,11 +106,14 @@ def step_phases(
     with torch.device("meta"):
         network = Network(model, vocab_size, Group(tuple(range(ranks)), 0, None), FusedOps("torch"))
     total = _numel(network)
-    parts = _parts(network, shape, windows, cluster_tokens)
+    parts = _parts(network, run, shape, windows, cluster_tokens)
     lengths = [cache_length(window, model.max_attention_span) for window in windows]
     streams = batch.micro_batch_size * batch.accumulation_steps
     moments = 2 if run.optimizer.optimizer == "adam" else 1
     always = total * (1 + moments) + 2 * cache_bytes(lengths, streams, model.hidden_size, 1)
+    if run.training.attention_backend != "eager":
+        whole = model.adaptive_span and model.span_normalization == "window"
+        always += activations.blocked_scratch(model, shape, max(windows) if whole or longest is None else longest)
 
     phases = {}
     accumulates = batch.accumulation_steps > 1  # then all gradients are there before the last micro-batch
@@ -124,7 +132,11 @@ def step_phases(
 
 
 def _parts(
-    network: Network, shape: activations.Shape, windows: Sequence[int], cluster_tokens: Sequence[int]
+    network: Network,
+    run: RunConfig,
+    shape: activations.Shape,
+    windows: Sequence[int],
+    cluster_tokens: Sequence[int],
 ) -> list[activations.Part]:
     """The network's parts in the order of a forward pass."""
     model, vocab_size = network.config, network.vocab_size
@@ -140,8 +152,10 @@ def _parts(
         activations.embedding(model, shape, sizes, _numel(network.embedding) - tied),
         activations.Part("positions", position, position, 3 * position, position),
     ]
+    eager, recompute = run.training.attention_backend == "eager", run.training.recompute_granularity
     for layer, window in enumerate(windows):
-        parts += activations.layer_parts(model, shape, window, layer, _numel(network.layers[layer]))
+        gradients = _numel(network.layers[layer])
+        parts += activations.layer_parts(model, shape, window, layer, gradients, eager, recompute)
     return [*parts, activations.output(model, shape, logits, of_output, tied)]
 
 
@@ -150,12 +164,5 @@ def _numel(module: torch.nn.Module) -> int:
 
 
 def _update_elements(network: Network, run: RunConfig) -> int:
-    """Temporaries of an update: Adam's denominators; Adagrad's denominators and steps, and the clipped steps where it
-    goes tensor by tensor; with weight decay Adagrad also copies the gradients."""
-    total = _numel(network)
-    if run.optimizer.optimizer == "adam":
-        return total
-    decayed = total if run.optimizer.weight_decay else 0
-    if run.optimizer.clip_grad:
-        return decayed + 3 * max(parameter.numel() for parameter in network.parameters())
-    return decayed + 2 * total
+    """Temporaries of an update, which goes in place: with weight decay, Adagrad's copy of the gradients."""
+    return _numel(network) if run.optimizer.optimizer == "adagrad" and run.optimizer.weight_decay else 0

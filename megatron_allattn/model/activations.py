@@ -1,4 +1,4 @@
-"""What each part of a network holds in memory during one micro-batch, from shapes alone, with the eager backend.
+"""What each part of a network holds in memory during one micro-batch, from shapes alone.
 
 Counted are the tensors that autograd saves between a part's forward and its backward, and the most that is alive at any
 moment inside either, in elements of float32 (masks of one byte count a quarter). What the code creates and frees, and
@@ -12,8 +12,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_allattn.config import ModelConfig
+import torch
+from torch import Tensor
+
+from megatron_allattn.config import ModelConfig, Recompute
+from megatron_allattn.kernels.blocked import Blocked
+from megatron_allattn.kernels.interface import BlockState, LayerWeights
+from megatron_allattn.model.attention import attention_settings
 from megatron_allattn.parallel.layout import padded_share
+from megatron_allattn.parallel.random import DropoutKeys
+
+FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,35 @@ class Shape:
         return self.batch * self.block
 
 
-def layer_parts(model: ModelConfig, shape: Shape, window: int, layer: int, gradients: int) -> list[Part]:
-    """A layer's parts in the order in which they run; its parameters count with its attention."""
+def layer_parts(
+    model: ModelConfig, shape: Shape, window: int, layer: int, gradients: int, eager: bool, recompute: Recompute
+) -> list[Part]:
+    """A layer's parts in the order in which they run; its parameters count with its attention.
+
+    eager: the backend, otherwise blocked. Recomputed as a whole, a layer is one part.
+    """
+    parts = _layer_parts(model, shape, window, layer, gradients, eager, recompute == "selective")
+    return [_recomputed(parts, shape.tokens * model.hidden_size)] if recompute == "full" else parts
+
+
+def _recomputed(parts: Sequence[Part], size: int) -> Part:
+    """One part of a layer's, of which only its result of `size` elements is kept and the rest made anew in backward."""
+    name, live, forward, backward = parts[0].name, 0, [], []
+    for part in parts:
+        forward.append(live + part.forward)
+        live += part.kept
+    everything, gradients = live, 0
+    for part in reversed(parts):
+        live -= part.kept
+        backward.append(live + gradients + part.backward)
+        gradients += part.gradients
+    again = max(*forward, everything) + size  # the second forward pass meets the gradient of the layer's result
+    return Part(name, size, max(forward), max(again, *backward), gradients)
+
+
+def _layer_parts(
+    model: ModelConfig, shape: Shape, window: int, layer: int, gradients: int, eager: bool, selective: bool
+) -> list[Part]:
     name, parts = f"layer {layer}", []
     D, N, ranks = model.hidden_size, model.persistent_memory_size, shape.ranks
     if model.variant == "attn-split":
@@ -57,7 +93,10 @@ def layer_parts(model: ModelConfig, shape: Shape, window: int, layer: int, gradi
         parts.append(_memory(name, shape, heads, D // ranks // 2, N, model.attention_dropout))
     elif model.variant == "single-head":
         parts.append(_memory(name, shape, 1, D, N // ranks, model.attention_dropout))
-    parts.append(_attention(name, model, shape, window, gradients))
+    if eager:
+        parts.append(_attention(name, model, shape, window, gradients))
+    else:
+        parts.append(_blocked_attention(name, model, shape, gradients, selective))
     units = model.feed_forward_size // ranks
     if model.variant == "ff-attn":
         parts += [_memory(name, shape, 1, D, units, model.feed_forward_dropout), _add_norm(name, shape, D)]
@@ -107,6 +146,50 @@ def _attention(name: str, model: ModelConfig, shape: Shape, window: int, gradien
     return Part(name, weights + linear, forward, backward, gradients)
 
 
+def _blocked_attention(name: str, model: ModelConfig, shape: Shape, gradients: int, selective: bool) -> Part:
+    """The same by the blocked backend, without its scratch memory (`blocked_scratch`)."""
+    T, D = shape.tokens, model.hidden_size
+    joint = model.persistent_memory_size if model.variant == "all-attn" else 0
+    narrow = model.num_context_heads // shape.ranks * (D // model.num_attention_heads)
+    projections, vectors = 3 * T * narrow, 2 * joint * narrow  # q, k and v; persistent vectors times their scales
+    kept = 2 * T * D + T * narrow + vectors + (0 if selective else projections)  # and the add-norm and y
+    forward = vectors + T * narrow + max(projections, kept - vectors - T * narrow + T * D)
+    # backward: of the add-norm and W_o; then, when their tensors are gone, gradients of the sum, the block and y, of q,
+    # k and v, of the weights and of the scaled vectors
+    attended = vectors + 2 * projections + 2 * T * D + T * narrow + gradients + vectors
+    return Part(name, kept, forward, max(kept + 2 * T * D, attended), gradients)
+
+
+def blocked_scratch(model: ModelConfig, shape: Shape, longest: int) -> int:
+    """Elements of the blocked backend's scratch memory, which all layers share: a head's that looks back `longest`.
+
+    The backend itself says so, from a pass over tensors without memory.
+    """
+    size = model.hidden_size // model.num_attention_heads
+    joint = model.persistent_memory_size if model.variant == "all-attn" else 0
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, device="meta", requires_grad=True)
+
+    projection = empty(size, model.hidden_size)
+    weights = LayerWeights(
+        query=projection,
+        key=projection,
+        value=projection,
+        persistent_key=empty(1, size, joint) if joint else None,
+        persistent_value=empty(1, joint, size) if joint else None,
+        span=empty(1, 1, 1) if model.adaptive_span else None,
+        position_key=empty(1, size, model.max_attention_span),
+    )
+    ids = torch.empty(shape.batch, dtype=torch.int32, device="meta")
+    keys = DropoutKeys(0, 0, ids) if model.attention_dropout else None
+    state = BlockState(longest, longest, ids[:1], 0, keys, (longest,))
+    backend, block = Blocked(), empty(shape.batch, shape.block, model.hidden_size)
+    cache = torch.empty(shape.batch, longest, model.hidden_size, device="meta")
+    backend(block, cache, weights, attention_settings(model), state).sum().backward()
+    return backend.scratch_bytes // FLOAT
+
+
 def _memory(name: str, shape: Shape, heads: int, width: int, vectors: int, dropout: float) -> Part:
     """A softmax of its own over `vectors` persistent vectors for each of `heads` heads, together `width` wide."""
     T, a = shape.tokens, shape.tokens * heads * vectors
@@ -130,28 +213,24 @@ def embedding(model: ModelConfig, shape: Shape, tables: Sequence[int], gradients
     """Look-up, and dropout of what it gives. tables: elements of this rank's part of each table."""
     size = shape.tokens * model.hidden_size
     kept = size + (size // 4 if model.embedding_dropout else 0) + _projections(model, shape)
-    # backward of tied tables, one at a time: the look-up's gradient and its sum with the output's, which is there
-    tied = 0 if model.untie_embeddings_and_output_weights else 2 * max(tables)
+    # backward of tied tables, one at a time: the look-up's gradient, to be added to the output's, which is there
+    tied = 0 if model.untie_embeddings_and_output_weights else max(tables)
     return Part("embedding", kept, kept + 3 * size, kept + 3 * size + tied + gradients, gradients)
 
 
 def output(model: ModelConfig, shape: Shape, tables: Sequence[tuple[int, int, int]], gradients: int, tied: int) -> Part:
     """Softmaxes over the vocabulary. tables: tokens, this rank's rows and width of each table of logits, in order.
 
-    Logits and probabilities are there together in forward, probabilities and gradients of logits in backward; then one
-    product after the other, the last first, takes its gradient of logits and leaves that of its weight.
+    There is one copy of the logits, until all products of backward are done.
     """
     T, D = shape.tokens, model.hidden_size
     logits = [tokens * rows for tokens, rows, _ in tables]
     hidden = sum(tokens for tokens, *_ in tables) * D + _projections(model, shape)
     if model.embedding_dropout:
         hidden += T * D + T * D // 4
-    live, highest = sum(logits), 2 * sum(logits)
-    for size, (_, rows, width) in reversed(list(zip(logits, tables, strict=True))):
-        highest = max(highest, live + rows * width)
-        live += rows * width - size
     kept = sum(logits) + hidden
-    return Part("output", kept, kept + sum(logits), highest + hidden + 2 * T * D, gradients, tied)
+    weights = sum(rows * width for _, rows, width in tables)
+    return Part("output", kept, kept, kept + weights + 2 * T * D, gradients, tied)
 
 
 def _projections(model: ModelConfig, shape: Shape) -> int:

@@ -6,6 +6,7 @@ leave through the one all-reduce of W_o: one per direction and layer, where a Me
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.linear import RowParallelLinear
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
 from megatron_allattn.parallel.random import DropoutKeys
+
+OverContext = Callable[[Tensor, LayerWeights, BlockState], Tensor]  # an `Attend` with its cache and settings
 
 
 class HiddenStateCache(Protocol):
@@ -44,7 +47,8 @@ class BlockContext:
 
     windows: W of every layer of the network; cache: of this batch's streams; dropout_keys: None when evaluating;
     loss_scale: the factor by which the engine scales the main loss's gradient; look_back: how far each local head of
-    every layer looks (model/span.py), None: its layer's whole window.
+    every layer looks (model/span.py), None: its layer's whole window; attend: the attention backend of this pass, None:
+    the network's own.
     """
 
     windows: tuple[int, ...]
@@ -52,6 +56,7 @@ class BlockContext:
     dropout_keys: DropoutKeys | None
     loss_scale: float = 1.0
     look_back: tuple[tuple[int, ...], ...] | None = None
+    attend: Attend | None = None
 
 
 class SelfAttention(nn.Module):
@@ -64,14 +69,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
         super().__init__()
         self.layer, self.attend, self.group = layer, attend, group
-        self.settings = AttentionSettings(
-            max_span=config.max_attention_span,
-            ramp=config.span_ramp,
-            position_values=config.position_values,
-            empty_cache=config.empty_cache,
-            dropout=config.attention_dropout,
-            normalization=config.span_normalization,
-        )
+        self.settings = attention_settings(config)
         name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
         assert num_heads % group.size == 0
         linear = Init("uniform", 1.0 / math.sqrt(size))
@@ -104,12 +102,22 @@ class SelfAttention(nn.Module):
             dropout_keys=context.dropout_keys,
             spans=None if context.look_back is None else context.look_back[self.layer],
         )
-        output = self.out(self.local_heads(copy_to_shards(hidden, self.group), cached, weights, state))
+        attend = context.attend or self.attend
+
+        def over_context(block: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+            return attend(block, cached, weights, self.settings, state)
+
+        output = self.out(self.local_heads(copy_to_shards(hidden, self.group), over_context, weights, state))
         return output if z is None else add_span_loss(output, z, self.span_gradient * context.loss_scale)
 
-    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
-        """Outputs of this rank's heads before W_o, [B, M, H·K]. `state` names the heads that attend to the context."""
-        return self.attend(hidden, cached, weights, self.settings, state)
+    def local_heads(
+        self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
+    ) -> Tensor:
+        """Outputs of this rank's heads before W_o, [B, M, H·K].
+
+        over_context: attention of the heads that `state` names over the positions before them.
+        """
+        return over_context(hidden, weights, state)
 
 
 class AllAttention(SelfAttention):
@@ -119,9 +127,23 @@ class AllAttention(SelfAttention):
         super().__init__(config, layer, attend, group)
         self.persistent = memory_of_heads(config, layer, config.num_attention_heads, group)
 
-    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+    def local_heads(
+        self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
+    ) -> Tensor:
         key, value = self.persistent()
-        return super().local_heads(hidden, cached, replace(weights, persistent_key=key, persistent_value=value), state)
+        return over_context(hidden, replace(weights, persistent_key=key, persistent_value=value), state)
+
+
+def attention_settings(config: ModelConfig) -> AttentionSettings:
+    """What a backend needs to know of a model."""
+    return AttentionSettings(
+        max_span=config.max_attention_span,
+        ramp=config.span_ramp,
+        position_values=config.position_values,
+        empty_cache=config.empty_cache,
+        dropout=config.attention_dropout,
+        normalization=config.span_normalization,
+    )
 
 
 def memory_of_heads(config: ModelConfig, layer: int, num_heads: int, group: Group) -> PersistentMemory:

@@ -10,6 +10,7 @@ input.
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext, SelfAttention
@@ -18,8 +19,8 @@ from megatron_allattn.parallel.groups import ALONE
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm over the hidden dimension (Ba et al. 2016), replicated over the tensor group."""
+class AddNorm(nn.Module):
+    """LayerNorm (Ba et al. 2016) of the residual stream and what a sublayer adds, replicated over the tensor group."""
 
     def __init__(self, name: str, hidden_size: int, fused: FusedOps, eps: float = 1e-5) -> None:
         super().__init__()
@@ -28,33 +29,47 @@ class LayerNorm(nn.Module):
         self.weight = logical_parameter(LogicalTensor(f"{name}.weight", shape, None, Init("constant", 1.0)), ALONE)
         self.bias = logical_parameter(LogicalTensor(f"{name}.bias", shape, None, Init("constant", 0.0)), ALONE)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fused.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.fused.add_norm(x, y, self.weight, self.bias, self.eps)
 
 
 class Block(nn.Module):
     """Hidden states [B, M, D] → [B, M, D]; caches hidden states under its layer index.
 
-    feed_forward: (hidden states [B, M, D], dropout keys or None) → [B, M, D].
+    feed_forward: (hidden states [B, M, D], dropout keys or None) → [B, M, D]. recompute: keep the layer's input alone
+    and compute the layer again in backward; dropout comes from keys and the cache is written once, so to the same bits.
     """
 
     def __init__(
-        self, attention: SelfAttention, hidden_size: int, fused: FusedOps, feed_forward: nn.Module | None = None
+        self,
+        attention: SelfAttention,
+        hidden_size: int,
+        fused: FusedOps,
+        feed_forward: nn.Module | None = None,
+        *,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         name = f"layers.{attention.layer}"
-        self.attention, self.norm1 = attention, LayerNorm(f"{name}.norm1", hidden_size, fused)
-        self.feed_forward = feed_forward
-        self.norm2 = LayerNorm(f"{name}.norm2", hidden_size, fused) if feed_forward is not None else None
+        self.attention, self.norm1 = attention, AddNorm(f"{name}.norm1", hidden_size, fused)
+        self.feed_forward, self.recompute = feed_forward, recompute
+        self.norm2 = AddNorm(f"{name}.norm2", hidden_size, fused) if feed_forward is not None else None
 
     def forward(self, hidden: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
         layer, max_span = self.attention.layer, self.attention.settings.max_span
         cached = context.cache.read(layer)
         keep = cache_length(context.windows[layer], max_span)
         context.cache.write(layer, _last(cached, hidden.detach(), keep))
-        hidden = self.norm1(hidden + self.attention(hidden, cached, position_key, context))
+        inputs = (hidden, cached, position_key, context)
+        if self.recompute and torch.is_grad_enabled():
+            # Without an early stop, since ZeRO 3 gives up a module's weights only when its forward is over.
+            return checkpoint(self._sublayers, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        return self._sublayers(*inputs)
+
+    def _sublayers(self, hidden: Tensor, cached: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
+        hidden = self.norm1(hidden, self.attention(hidden, cached, position_key, context))
         if self.feed_forward is not None and self.norm2 is not None:
-            hidden = self.norm2(hidden + self.feed_forward(hidden, context.dropout_keys))
+            hidden = self.norm2(hidden, self.feed_forward(hidden, context.dropout_keys))
         return hidden
 
 

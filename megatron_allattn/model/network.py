@@ -8,12 +8,13 @@ import math
 
 from torch import Tensor, nn
 
-from megatron_allattn.config import ModelConfig
+from megatron_allattn.config import ModelConfig, Recompute
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.block import Block
+from megatron_allattn.model.persistent import PersistentMemory
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import build_block
 from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput, Clusters
@@ -27,8 +28,15 @@ class Network(nn.Module):
     """An all-attention language model over `vocab_size` tokens; this rank's shard of it."""
 
     def __init__(
-        self, config: ModelConfig, vocab_size: int, group: Group, fused: FusedOps, attend: Attend = eager.attend
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        group: Group,
+        fused: FusedOps,
+        attend: Attend = eager.attend,
+        recompute: Recompute = "none",
     ) -> None:
+        """recompute: `--recompute-granularity`, what is computed again in backward instead of being kept."""
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
         size = config.hidden_size
@@ -37,15 +45,17 @@ class Network(nn.Module):
             "position", size // config.num_attention_heads, config.max_attention_span, group
         )
         self.layers = nn.ModuleList(
-            build_block(config, layer, group, fused, attend) for layer in range(config.num_layers)
+            build_block(config, layer, group, fused, attend, recompute) for layer in range(config.num_layers)
         )
         self.output = output
 
-    def forward(self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None, *, last_only: bool = False
+    ) -> Tensor:
         """Global ids [B, M] → nats per target [B, M].
 
         Without targets the log-probabilities [B, M, V] of every position, in float32 at least, on every rank, without
-        gradient.
+        gradient; with `last_only` those after the last one, [B, 1, V].
         """
         keys, dropout = context.dropout_keys, self.config.embedding_dropout
         hidden = self.embedding(tokens)
@@ -56,13 +66,19 @@ class Network(nn.Module):
             hidden = layer(hidden, position_key, context)
         if keys is not None:
             hidden = keys.dropout(hidden, Site.REPRESENTATION, dropout)
-        return self.output(hidden, targets)
+        return self.output(hidden[:, -1:] if last_only else hidden, targets)
 
     def span_parameters(self) -> list[nn.Parameter]:
         """z of every layer, local heads; empty with a fixed span."""
         if not self.config.adaptive_span:
             return []
         return [block.attention.span.z for block in self.layers if isinstance(block, Block) and block.attention.span]
+
+    def fold_scales(self) -> None:
+        """Put what scales persistent vectors into the vectors: for inference alone, see `PersistentMemory`."""
+        for module in self.modules():
+            if isinstance(module, PersistentMemory):
+                module.fold_scales()
 
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Every parameter with what it is, in a fixed order."""

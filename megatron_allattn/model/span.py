@@ -53,6 +53,11 @@ def look_back(z: float, window: int, max_span: int, ramp: int) -> int:
     return min(window, reach + ramp + 1)
 
 
+def window_of_reach(longest: int, max_span: int) -> int:
+    """W of a layer from the `look_back` of its longest head."""
+    return max_span - CHUNK * ((max_span - longest + 1) // CHUNK)
+
+
 def span_in_tokens(z: Tensor, max_span: int, ramp: int) -> Tensor:
     """How many tokens a head looks back, ramp included: min(L, z·L + R), the number the paper's code logs."""
     return (z.double() * max_span + ramp).clamp(max=max_span)

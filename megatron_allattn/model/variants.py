@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_allattn.config import ModelConfig
+from megatron_allattn.config import ModelConfig, Recompute
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.kernels.registry import Attend
-from megatron_allattn.model.attention import AllAttention, SelfAttention, memory_of_heads
+from megatron_allattn.model.attention import AllAttention, OverContext, SelfAttention, memory_of_heads
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
 from megatron_allattn.parallel.collectives import copy_to_shards, gather_columns, sum_over_shards, sum_to_columns
@@ -40,11 +40,13 @@ class AttnSplit(SelfAttention):
         super().__init__(config, layer, attend, group)
         self.persistent = memory_of_heads(config, layer, config.num_attention_heads, group)
 
-    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+    def local_heads(
+        self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
+    ) -> Tensor:
         # The backend projects the queries once more: d² of more than 4d² + 2Nd products, and no backend need know.
         query = F.linear(hidden, weights.query)
         persistent = _read(self.persistent, query, state.heads, self.settings, state)
-        return super().local_heads(hidden, cached, weights, state) + persistent
+        return over_context(hidden, weights, state) + persistent
 
 
 class HeadSplit(SelfAttention):
@@ -58,9 +60,11 @@ class HeadSplit(SelfAttention):
         self.head_size = config.hidden_size // config.num_attention_heads
         self.persistent = memory_of_heads(config, layer, config.num_attention_heads - config.num_context_heads, group)
 
-    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+    def local_heads(
+        self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
+    ) -> Tensor:
         even, odd = weights.query.unflatten(0, (-1, 2, self.head_size)).unbind(1)
-        context = super().local_heads(hidden, cached, replace(weights, query=even.flatten(0, 1)), state)
+        context = over_context(hidden, replace(weights, query=even.flatten(0, 1)), state)
         query = F.linear(hidden, odd.flatten(0, 1))
         persistent = _read(self.persistent, query, state.heads + 1, self.settings, state)
         pairs = [y.unflatten(-1, (-1, self.head_size)) for y in (context, persistent)]
@@ -81,11 +85,13 @@ class SingleHead(SelfAttention):
         name = f"layers.{layer}.persistent"
         self.persistent = PersistentMemory(name, 1, config.hidden_size, size, group, cut_vectors=True)
 
-    def local_heads(self, hidden: Tensor, cached: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+    def local_heads(
+        self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
+    ) -> Tensor:
         query = gather_columns(F.linear(hidden, weights.query), self.group)  # projected twice, as in AttnSplit
         head = torch.zeros_like(state.heads[:1])
         persistent = _read(self.persistent, query, head, self.settings, state)
-        return super().local_heads(hidden, cached, weights, state) + sum_to_columns(persistent, self.group)
+        return over_context(hidden, weights, state) + sum_to_columns(persistent, self.group)
 
 
 def _read(
@@ -157,10 +163,13 @@ _FEED_FORWARD: dict[str, type[FeedForward] | type[SoftmaxFeedForward]] = {
 }
 
 
-def build_block(config: ModelConfig, layer: int, group: Group, fused: FusedOps, attend: Attend) -> Block:
-    """Layer number `layer` of the network that `config` describes."""
+def build_block(
+    config: ModelConfig, layer: int, group: Group, fused: FusedOps, attend: Attend, recompute: Recompute = "none"
+) -> Block:
+    """Layer number `layer` of the network that `config` describes. recompute: see `Network`."""
     kind = _ATTENTION[config.variant] if config.persistent_memory_size else SelfAttention
     attention = kind(config, layer, attend, group)
+    attention.settings = replace(attention.settings, keep_projections=recompute != "selective")
     sublayer = _FEED_FORWARD.get(config.variant)
     feed_forward = sublayer(config, layer, group) if sublayer is not None else None
-    return Block(attention, config.hidden_size, fused, feed_forward)
+    return Block(attention, config.hidden_size, fused, feed_forward, recompute=recompute == "full")

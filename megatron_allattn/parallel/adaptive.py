@@ -31,16 +31,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_allattn.parallel.collectives import copy_to_shards, sum_over_shards
-from megatron_allattn.parallel.groups import Group
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
-from megatron_allattn.parallel.vocabulary import (
+from megatron_allattn.parallel.cross_entropy import (
     LogitBlock,
     gather_logits,
-    locate,
     sharded_logits,
     vocabulary_parallel_cross_entropy,
     vocabulary_range,
 )
+from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.vocabulary import locate
 
 
 @dataclass(frozen=True)
@@ -166,39 +166,41 @@ class AdaptiveOutput(_ClusterTables):
         clusters, ids = self.clusters, targets.flatten()
         flat = copy_to_shards(hidden, self.group).flatten(0, 1)
         cluster, projections = self.cluster_of(ids), self.projections()
-        words, tails = self._head(flat @ projections[0])
+        head = flat @ projections[0]
         # Ids and clusters that a block does not hold are nowhere in it, so exactly one of the two has the target.
-        head = [
-            LogitBlock(words, *locate(ids, clusters.sizes[0], self.group)),
-            LogitBlock(tails, *locate(len(clusters) - 1 - cluster, len(clusters) - 1, self.group)),
-        ]
-        softmaxes, places = [head], _sort(cluster, len(clusters))[1:]
+        softmaxes = [[self._words(0, head, ids), self._tails(head, cluster)]]
+        places = _sort(cluster, len(clusters))[1:]
         for k, place in enumerate(places, start=1):
-            rows = locate(ids[place] - clusters.starts[k], clusters.sizes[k], self.group)
-            softmaxes.append([LogitBlock(self._words(k, flat[place] @ projections[k]), *rows)])
+            softmaxes.append([self._words(k, flat[place] @ projections[k], ids[place])])
         nats, *inside = vocabulary_parallel_cross_entropy(softmaxes, self.group)
         return nats.index_add(0, torch.cat(places), torch.cat(inside)).view_as(targets)
 
-    def _words(self, k: int, projected: Tensor) -> Tensor:
-        """This rank's logits [..., V_k / parts] of cluster k's words, from P_kᵀ h [..., d_k]."""
-        bias = self.get_parameter(f"bias{k}")
-        return sharded_logits(projected, self.weight(k), bias, self.clusters.sizes[k], self.group)
+    def _words(self, k: int, projected: Tensor, ids: Tensor) -> LogitBlock:
+        """Cluster k's words, from P_kᵀ h [n, d_k], and the target `ids` [n]."""
+        place = locate(ids - self.clusters.starts[k], self.clusters.sizes[k], self.group)
+        return LogitBlock(projected, self.weight(k), self.get_parameter(f"bias{k}"), self.clusters.sizes[k], *place)
 
-    def _head(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's logits of the words of cluster 0, and of the tail clusters, the last one first, from P_0ᵀ h."""
+    def _tails(self, projected: Tensor, cluster: Tensor) -> LogitBlock:
+        """The tail clusters, the last one first, from P_0ᵀ h [n, d_0], and the targets' clusters [n]."""
         tails = len(self.clusters) - 1
-        clusters = sharded_logits(projected, self.cluster_weight, self.cluster_bias, tails, self.group)
-        return self._words(0, projected), clusters
+        place = locate(tails - cluster, tails, self.group)
+        return LogitBlock(projected, self.cluster_weight, self.cluster_bias, tails, *place)
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        sizes, projections = self.clusters.sizes, self.projections()
-        words, tails = self._head(hidden @ projections[0])
-        full = gather_logits(words, sizes[0], self.group), gather_logits(tails, len(sizes) - 1, self.group)
-        head = torch.cat(full, dim=-1).log_softmax(dim=-1)
-        parts = [head[..., : sizes[0]]]
-        for k in range(1, len(sizes)):
-            logits = gather_logits(self._words(k, hidden @ projections[k]), sizes[k], self.group)
-            parts.append(logits.log_softmax(dim=-1) + head[..., -k, None])
+        clusters, projections = self.clusters, self.projections()
+        tails = len(clusters) - 1
+
+        def full(projected: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
+            return gather_logits(sharded_logits(projected, weight, bias, size, self.group), size, self.group)
+
+        def words(k: int) -> Tensor:
+            return full(hidden @ projections[k], self.weight(k), self.get_parameter(f"bias{k}"), clusters.sizes[k])
+
+        of_tails = full(hidden @ projections[0], self.cluster_weight, self.cluster_bias, tails)
+        head = torch.cat([words(0), of_tails], dim=-1).log_softmax(dim=-1)
+        parts = [head[..., : clusters.sizes[0]]]
+        for k in range(1, len(clusters)):
+            parts.append(words(k).log_softmax(dim=-1) + head[..., -k, None])
         return torch.cat(parts, dim=-1)
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_COLUMN_STEP = 0x9E3779B9
+COLUMN_STEP = 0x9E3779B9 - (1 << 32)  # read as a signed number, as the factors below
 _SIGN = 0x80000000
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B - (1 << 32)  # read as signed numbers
 FIELD = (1 << 14) - 1
@@ -98,7 +98,7 @@ def _bits(value: int) -> Tensor:
 
 def pair_keys(pairs: Tensor) -> Tensor:
     """mix(p · 0x9E3779B9 + 1) for an integer tensor of column pairs p = column >> 1; int32 of the same shape."""
-    return mix_tensor(pairs.to(torch.int32) * _signed(_COLUMN_STEP) + 1)
+    return mix_tensor(pairs.to(torch.int32) * COLUMN_STEP + 1)
 
 
 def scramble_(bits: Tensor, spare: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 import math
 import time
+from dataclasses import replace
 
 import torch
 
 from megatron_allattn.data.indexed import Tokens
-from megatron_allattn.data.streams import num_evaluation_blocks
+from megatron_allattn.data.prefetch import Prefetcher
+from megatron_allattn.data.streams import Block, num_evaluation_blocks
 from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.training.evaluation import evaluate
 from megatron_allattn.training.metrics import per_unit
@@ -21,13 +23,14 @@ def train(session: Session) -> None:
     try:
         for line in header(session):
             console.say(line)
-        while session.step < session.last_step:
-            _step(session, console)
-            valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations up to its step
-            last = session.step == session.last_step
-            if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
-                session.save()
-                console.say(f"saved step {session.step} in {run.checkpoint.save}")
+        with _prefetcher(session) as batches:
+            while session.step < session.last_step:
+                _step(session, console, batches)
+                valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations before it
+                last = session.step == session.last_step
+                if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
+                    session.save()
+                    console.say(f"saved step {session.step} in {run.checkpoint.save}")
         _finish(session, console, valid)
     finally:
         console.close()
@@ -37,10 +40,21 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _step(session: Session, console: Console) -> None:
+def _prefetcher(session: Session) -> Prefetcher:
+    """Reads this rank's blocks ahead, for a GPU into page-locked memory, from which a copy need not wait."""
+    engine = session.engine
+    return Prefetcher(session.streams, engine.streams, _page_locked if engine.device.type == "cuda" else None)
+
+
+def _page_locked(block: Block) -> Block:
+    inputs, targets = (torch.from_numpy(ids).pin_memory().numpy() for ids in (block.inputs, block.targets))
+    return replace(block, inputs=inputs, targets=targets)
+
+
+def _step(session: Session, console: Console, batches: Prefetcher) -> None:
     began = time.monotonic()
     run, engine = session.run, session.engine
-    block = session.streams.next_block(engine.streams)
+    block = batches.next_block()
     if block.restarted:
         engine.clear_caches()
     step = session.step + 1

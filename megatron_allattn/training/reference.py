@@ -83,7 +83,8 @@ def case_engine(
 ) -> Engine:
     """An engine at a case's initial weights."""
     fused, model = FusedOps("torch"), case.run.model
-    attend = choose_backend(backend, device, dtype, model.hidden_size // model.num_attention_heads).attend
+    head_size = model.hidden_size // model.num_attention_heads
+    attend = choose_backend(backend, device, dtype, head_size, model.span_normalization).attend
     network = Network(model, case.vocab_size, groups.tensor, fused, attend).to(dtype)
     load_logical(network, case.initial_weights())
     return kind(network, case.run, groups, device, dtype, fused)

@@ -171,7 +171,7 @@ def build_engine(
     run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps, attend: Attend
 ) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands."""
-    network = Network(run.model, vocab_size, groups.tensor, fused, attend)
+    network = Network(run.model, vocab_size, groups.tensor, fused, attend, run.training.recompute_granularity)
     initialize(network, run.training.seed)
     return DeepSpeedEngine(network, run, groups, device, _precision(run), fused)
 
@@ -196,7 +196,9 @@ def _attention(run: RunConfig, device: torch.device) -> AttentionBackend:
     model = run.model
     head_size = model.hidden_size // model.num_attention_heads
     try:
-        return choose_backend(run.training.attention_backend, device, _precision(run), head_size)
+        return choose_backend(
+            run.training.attention_backend, device, _precision(run), head_size, model.span_normalization
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
 

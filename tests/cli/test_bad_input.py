@@ -106,6 +106,8 @@ STEP_FOLDER = f"old/checkpoints/step_{STEPS:08d}"
             ["--hidden-size", "30"],
             "--hidden-size 30: must be a multiple of --num-attention-heads 4; the next one is 32",
         ),
+        (["--attention-dropout", "1e-5"], "--attention-dropout 1e-05: dropout has a resolution of 1/16384, at which"),
+        (["--attention-backend", "flash"], "--attention-backend flash: "),
         (["--deepspeed_config", "two.json", "--zero-stage", "1"], "--zero-stage 1: two.json says stage 2; give one of"),
         (["--deepspeed_config", "broken.json"], "--deepspeed-config broken.json: is not valid JSON"),
         (["--save-interval", "5"], "--save-interval 5: has no effect without --save"),
@@ -150,6 +152,12 @@ def test_sizes_that_do_not_divide(place: Place, arguments: list[str], variables:
     del command[command.index("--num-attention-heads") + 1 :]
     command = ["--num-attention-heads", "4", *DATA, "--save", "new", *arguments]
     assert place.refused(*command, variables=ranks | variables).startswith(line)
+
+
+def test_a_backend_that_cannot_run_here(place: Place) -> None:
+    """Known once the device is: triton does not run on a CPU."""
+    found = place.refused(*TRAIN, *DATA, "--save", "new", "--attention-backend", "triton")
+    assert found.startswith("--attention-backend triton: ")
 
 
 @pytest.mark.parametrize(

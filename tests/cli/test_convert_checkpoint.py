@@ -137,7 +137,8 @@ def test_a_checkpoint_of_our_own_to_the_papers_code_and_back(
     assert exported["optimizer"]["param_groups"][0]["lr"] == pytest.approx(2e-4)
     assert exported["optimizer"]["param_groups"][0]["initial_lr"] == 1e-3
     flags = ["--lr-warmup-iters", 10, "--seq-length", 12, "--global-batch-size", 3]
-    flags += ["--span-ramp", run.model.span_ramp] if run.model.adaptive_span else []
+    if run.model.adaptive_span:
+        flags += ["--span-ramp", run.model.span_ramp, "--span-normalization", run.model.span_normalization]
     flags += ["--clip-grad", 0.5] if optimizer == "adam" else []
     assert tool(*FROM, tmp_path / "a.pt", "--output", tmp_path / "back", *flags)[0] == 0
     ours, back = read_run(tmp_path / "ours"), read_run(tmp_path / "back")
@@ -239,6 +240,8 @@ def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path
         "32",
         "--max-attention-span",
         "128",
+        "--span-normalization",
+        "window",  # what that code computes
     ]
     optimizer = ["--optimizer", "adagrad", "--lr", "0.07", "--clip-grad", "0.03", "--train-iters", "123"]
     data = ["--data-path", "text", "--tokenizer-type", "null", "--vocab-size", "61", "--split", "1,0,0"]

@@ -88,6 +88,7 @@ def test_a_single_process(folder: Path, exact: np.ndarray) -> None:
         "device": "cpu",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
+        "attention_backend": "cached",
         "block_length": BLOCK,
         "overlap": True,
     }
@@ -137,6 +138,12 @@ def test_two_processes(folder: Path, exact: np.ndarray, launcher: str) -> None:
     assert card["code_protocol"] == {"missing": "not computed (--no-code-protocol)"}
 
 
+def test_a_backend_of_training_gives_the_same_value(folder: Path, exact: np.ndarray) -> None:
+    _, card = evaluate(folder, "--float64", "--attention-backend", "blocked", "--no-code-protocol")
+    assert card["nats_per_token"] == pytest.approx(exact.mean(), rel=1e-12)
+    assert card["settings"]["attention_backend"] == "blocked"
+
+
 def test_other_data_of_the_same_tokenizer(folder: Path) -> None:
     _, card = evaluate(folder, "--data-path", "byte2", "--split-name", "test", "--bf16")
     tokens = split(folder / "byte2", "test")
@@ -162,7 +169,7 @@ def test_other_data_of_the_same_tokenizer(folder: Path) -> None:
         (["--load", "R", "--split-name", "dev"], "error: argument --split-name: invalid choice: 'dev'"),
         (
             ["--local_rank=1", "--load", "R", "--bf16", "--float64"],
-            "error: --bf16 --float64: an evaluation has one precision",
+            "error: --bf16 --float64: there is one precision",
         ),
         (["--load", "R", "--no-overlap=1"], "error: argument --no-overlap: ignored explicit argument '1'; see --help"),
         (["--load", "R", "--distributed-timeout-minutes", "0"], "error: --distributed-timeout-minutes 0.0: must be"),
@@ -209,6 +216,7 @@ def test_what_cannot_be_scored_is_refused(
         overlap=True,
         code_protocol=True,
         precision="float32",
+        attention_backend="cached",
         json=None,
     )
     with pytest.raises(UsageError, match=line):

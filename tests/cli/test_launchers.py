@@ -241,7 +241,9 @@ def test_hosts_script_passes_on_the_environment(tmp_path: Path, recorder: dict[s
     done = run(str(LAUNCH / "deepspeed_hosts.sh"), folder=tmp_path, variables=recorder)
     assert (done.returncode, done.stderr) == (0, "")
     # The home and the working folder are the same here, so the file is read twice.
-    lines = ["NCCL_SOCKET_IFNAME=eth0", "LAST=a b"] * 2 + ["OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", ""]
+    lines = ["NCCL_SOCKET_IFNAME=eth0", "LAST=a b"] * 2 + ["OMP_NUM_THREADS=1"]
+    lines += ["PYTORCH_ALLOC_CONF=expandable_segments:True", "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=1073741824"]
+    lines += ["DS_ACCELERATOR=cpu", ""]
     assert json.loads(done.stdout)[1].split("\n") == lines
 
 
@@ -307,11 +309,24 @@ def test_scripts_say_what_they_need(tmp_path: Path, script: str, variable: str) 
 
 def test_torchrun_over_several_hosts_is_told_who_they_are(tmp_path: Path) -> None:
     recorder = tmp_path / "torchrun"
-    recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "threads $OMP_NUM_THREADS"\nexit 7\n')
+    recorder.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$@" "threads $OMP_NUM_THREADS" "memory $PYTORCH_ALLOC_CONF"\nexit 7\n'
+    )
     recorder.chmod(0o755)
     variables = {"NPROC_PER_NODE": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1", "OMP_NUM_THREADS": "3"}
+    variables["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"  # a value that is set stays, by its older name too
     path = f"{tmp_path}:{environment()['PATH']}"
     done = run(str(LAUNCH / "torchrun.sh"), "--log-dir", "$x", folder=tmp_path, variables=variables | {"PATH": path})
     hosts = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "node1", "--master-port", "29500"]
-    expected = ["--nproc-per-node", "4", *hosts, "--", PRETRAIN, "--log-dir", "$x", "threads 3"]
+    expected = [
+        "--nproc-per-node",
+        "4",
+        *hosts,
+        "--",
+        PRETRAIN,
+        "--log-dir",
+        "$x",
+        "threads 3",
+        "memory max_split_size_mb:64",
+    ]
     assert (done.returncode, done.stdout.splitlines()) == (7, expected)

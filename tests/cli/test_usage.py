@@ -20,7 +20,7 @@ DOCUMENTED = """
 --pipeline-model-parallel-size --zero-stage --deepspeed-config --data-path --split --tokenizer-type
 --tokenizer-model --save --load --save-interval --log-interval --eval-interval --eval-iters --seed
 --tensorboard-dir --wandb-project --recipe --persistent-memory-size --max-attention-span --adaptive-span
---span-loss --span-ramp --position-values --empty-cache --fused
+--span-loss --span-ramp --span-normalization --position-values --empty-cache --fused --attention-backend
 """
 
 # runs pretrain.py as a program, then tells which heavy packages it had loaded by its end

@@ -31,6 +31,11 @@ def run(**values: Any) -> RunConfig:
     [
         ({"adaptive_span": False}, "--span-loss", "--span-loss 1e-06: has no effect with --no-adaptive-span"),
         ({"adaptive_span": False}, "--span-ramp", "--span-ramp 32: has no effect with --no-adaptive-span"),
+        (
+            {"adaptive_span": False},
+            "--span-normalization",
+            "--span-normalization span: has no effect with --no-adaptive-span: the span is fixed",
+        ),
         ({"optimizer": "adagrad"}, "--adam-beta1", "--adam-beta1 0.9: has no effect with --optimizer adagrad"),
         ({"optimizer": "adagrad"}, "--adam-beta2", "--adam-beta2 0.999: has no effect with --optimizer adagrad"),
         ({"optimizer": "adagrad"}, "--adam-eps", "--adam-eps 1e-08: has no effect with --optimizer adagrad"),
@@ -54,6 +59,11 @@ def run(**values: Any) -> RunConfig:
             "--plateau-iters 9: has no effect without --lr-decay-style plateau; leave it out or add that",
         ),
         ({}, "--adaptive-div-value", "--adaptive-div-value 4: has no effect without --adaptive-cutoffs"),
+        (
+            {"recompute_granularity": "selective", "attention_backend": "eager"},
+            "--recompute-granularity",
+            "--recompute-granularity selective: has no effect with --attention-backend eager, which keeps",
+        ),
         ({"save_interval": 5}, "--save-interval", "--save-interval 5: has no effect without --save"),
     ],
 )
@@ -68,7 +78,15 @@ def test_a_given_flag_without_effect_is_refused_a_recipes_value_is_not(
 
 
 def test_the_same_flags_are_accepted_where_they_act() -> None:
-    flags = {"--span-loss", "--span-ramp", "--adam-beta1", "--adam-eps", "--min-lr", "--lr-decay-iters"}
+    flags = {
+        "--span-loss",
+        "--span-ramp",
+        "--span-normalization",
+        "--adam-beta1",
+        "--adam-eps",
+        "--min-lr",
+        "--lr-decay-iters",
+    }
     config = run(lr_decay_style="linear", min_lr=1e-5, lr_decay_iters=50, save="d", save_interval=5)
     check_run(config, frozenset(flags | {"--save-interval"}))
 

@@ -38,6 +38,25 @@ from megatron_allattn.config import (
         (ModelConfig, {"persistent_memory_size": -1}, "--persistent-memory-size -1: must be at least 0"),
         (ModelConfig, {"attention_dropout": 1.0}, "--attention-dropout 1.0: must be at least 0 and below 1"),
         (ModelConfig, {"embedding_dropout": -0.1}, "--embedding-dropout -0.1: must be at least 0 and below 1"),
+        (
+            ModelConfig,
+            {"attention_dropout": 1e-5},
+            "--attention-dropout 1e-05: dropout has a resolution of 1/16384, at which this is 0; "
+            "give 0, or at least 1/16384 (6.103515625e-05)",
+        ),
+        (ModelConfig, {"embedding_dropout": 2**-15}, "--embedding-dropout 3.0517578125e-05: dropout has a resolution"),
+        (
+            ModelConfig,
+            {"attention_dropout": 0.99997},
+            "--attention-dropout 0.99997: dropout has a resolution of 1/16384, at which this is 1; "
+            "give at most 16383/16384 (0.99993896484375)",
+        ),
+        (
+            ModelConfig,
+            {"variant": "transformer", "feed_forward_size": 8, "feed_forward_dropout": 1e-6},
+            "--feed-forward-dropout 1e-06: dropout has a resolution of 1/16384",
+        ),
+        (ModelConfig, {"span_normalization": "none"}, "--span-normalization none: must be one of span, window"),
         (ModelConfig, {"position_values": "both"}, "--position-values both: must be one of none, shared"),
         (
             ModelConfig,
@@ -82,6 +101,11 @@ from megatron_allattn.config import (
         (TrainingConfig, {"bf16": True, "fp16": True}, "--bf16 --fp16: a run has one precision"),
         (
             TrainingConfig,
+            {"attention_backend": "flash"},
+            "--attention-backend flash: must be one of auto, eager, blocked, triton; the default is auto",
+        ),
+        (
+            TrainingConfig,
             {"global_batch_size": 16, "micro_batch_size": 3},
             "--global-batch-size 16: must be a multiple of --micro-batch-size 3",
         ),
@@ -99,6 +123,8 @@ def test_bad_values_are_refused_with_flag_value_and_rule(section: Any, values: d
 def test_legal_edges_are_accepted() -> None:
     model = ModelConfig(num_layers=1, persistent_memory_size=0, attention_dropout=0, hidden_size=132)
     assert (model.num_layers, model.persistent_memory_size, model.hidden_size) == (1, 0, 132)
+    assert ModelConfig(attention_dropout=2**-14).attention_dropout == 1 / 16384
+    assert ModelConfig(attention_dropout=1 - 2**-14, embedding_dropout=2**-15 * 1.01).embedding_dropout > 0
     baseline = ModelConfig(variant="transformer", feed_forward_size=48, persistent_memory_size=0)
     assert (baseline.variant, baseline.feed_forward_size) == ("transformer", 48)
     assert OptimizerConfig(clip_grad=0, adam_beta1=0).clip_grad == 0.0

@@ -16,6 +16,7 @@ from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
 FUSED = FusedOps("torch")
+BETAS = (0.9, 0.999)
 SHAPES = [(5, 3), (7,), (2, 4, 3)]
 
 
@@ -31,7 +32,7 @@ def _group(tensors: list[torch.Tensor], **options: bool) -> dict:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adam_is_adamw(weight_decay: float) -> None:
     ours, theirs = _tensors(1), _tensors(1)
-    adam = Adam([_group(ours)], (0.9, 0.98), 1e-6, weight_decay)
+    adam = Adam([_group(ours)], (0.9, 0.98), 1e-6, weight_decay, FUSED)
     reference = torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.98), eps=1e-6, weight_decay=weight_decay)
     for step in range(1, 8):
         for a, b, gradient in zip(ours, theirs, _tensors(100 + step), strict=True):
@@ -78,7 +79,8 @@ def test_adagrad_clips_the_step_not_the_accumulator() -> None:
 def test_spans_stay_in_the_unit_interval(kind: str) -> None:
     z, other = torch.tensor([0.01, 0.99, 0.5]), torch.tensor([0.01, 0.99, 0.5])
     groups = [_group([z], span=True, decay=False), _group([other], decay=False)]
-    optimizer = Adam(groups, (0.9, 0.999), 1e-8, 0.0) if kind == "adam" else Adagrad(groups, 0, 0, ALONE, ALONE, FUSED)
+    adam = kind == "adam"
+    optimizer = Adam(groups, BETAS, 1e-8, 0.0, FUSED) if adam else Adagrad(groups, 0, 0, ALONE, ALONE, FUSED)
     for group in optimizer.param_groups:
         group["lr"] = 0.2
     for tensor in (z, other):
@@ -100,7 +102,7 @@ def test_groups_spare_vectors_and_spans_from_decay() -> None:
 
 def test_state_exists_before_the_first_step_and_has_the_tensors_shape() -> None:
     tensors = _tensors(3)
-    optimizer = Adam([_group(tensors)], (0.9, 0.999), 1e-8, 0.0)
+    optimizer = Adam([_group(tensors)], BETAS, 1e-8, 0.0, FUSED)
     optimizer.ensure_state(tensors)
     assert [optimizer.state[t]["exp_avg"].shape for t in tensors] == [torch.Size(shape) for shape in SHAPES]
     assert all(not optimizer.state[t][name].any() for t in tensors for name in optimizer.state_names)
@@ -134,7 +136,7 @@ def _norm_and_clip(rank: int, world_size: int) -> tuple[float, float]:
         parameter.grad = parameter.detach().clone()  # the gradient is the weight: its norm is known
     norm = gradient_norm(network, group, FUSED)
     clip_gradients(network, norm, 0.25)
-    return norm.item(), gradient_norm(network, group, FUSED).item()
+    return norm, gradient_norm(network, group, FUSED)
 
 
 def test_the_global_norm_counts_replicated_tensors_once(pools: WorkerPools) -> None:

@@ -18,6 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron_allattn.benchmark.attention import AttentionCase, measure_attention
+from megatron_allattn.benchmark.check import compare_backends
+from megatron_allattn.benchmark.profiles import read_profile
 from megatron_allattn.config import (
     DataConfig,
     ModelConfig,
@@ -34,6 +37,7 @@ from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
+from megatron_allattn.kernels.registry import BACKENDS, choose_backend
 from megatron_allattn.model.accounting import count_parameters
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
@@ -67,12 +71,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the training and the speed measurement are. beside: steps that are repeated on the CPU."""
+    """How large the training and the speed measurement are. beside: steps that are repeated on the CPU; machine: sizes
+    of the products and copies that the machine's rates are measured with, None for those of benchmark/machine.py."""
 
     run: RunConfig
     beside: int
     speed: RunConfig
     speed_steps: int
+    machine: tuple[int, int] | None = None
 
 
 def make_run(model: ModelConfig, *, block: int, batch: int, steps: int, lr: float) -> RunConfig:
@@ -134,6 +140,7 @@ QUICK = Sizes(
         lr=1e-3,
     ),
     speed_steps=2,
+    machine=(256, 4_000_000),
 )
 
 
@@ -305,6 +312,42 @@ def _speed(part: str, run: RunConfig, device: torch.device, steps: int) -> Row:
     )
 
 
+def attention_backends(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Every attention backend against eager in float64, as in `tools/benchmark.py attention --check`."""
+    for found in compare_backends(device):
+        yield Row(found.part, found.status, found.detail, found.values)
+
+
+def attention_speed(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """The attention of all layers in bfloat16 with late spans, forward and backward, beside the machine's rates."""
+    model, training = sizes.speed.model, sizes.speed.training
+    profile = read_profile("facts").fit(model.num_layers, model.num_attention_heads, model.max_attention_span)
+    base = AttentionCase(
+        model=model,
+        batch=training.global_batch_size,
+        block=training.seq_length,
+        z=profile.z(model.max_attention_span),
+        device=device.type,
+        dtype="bfloat16",
+        backend="auto",
+    )
+    cases = {}
+    for name in BACKENDS:
+        try:
+            choose_backend(name, device, torch.bfloat16, model.hidden_size // model.num_attention_heads)
+        except ValueError as error:
+            yield Row(f"attention speed, {name}", "left out", str(error))
+        else:
+            cases[name] = replace(base, backend=name)
+    results, rates = measure_attention(cases, runs=5, warmup=2, sizes=sizes.machine)
+    for name, one in results.items():
+        detail = (
+            f"{1000 * one['seconds']['median']:.1f} ms, {one['gflops']:.0f} GFLOP/s, {100 * one['share']:.1f} % of "
+            f"GEMM {rates['bfloat16']['median']:.0f}; copy {rates['copy']['median']:.0f} GB/s"
+        )
+        yield Row(f"attention speed, {name}", "measured", detail, {**one, "rates": rates})
+
+
 def apex(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """NVIDIA's apex, where it is installed: the same first losses as without it."""
     fused = choose_fused("auto", device.type == "cuda")
@@ -364,4 +407,4 @@ def _zero_engine(
     return make(network, run, groups, device, dtype, TORCH)
 
 
-PARTS = (reference_cases, training_on_text, speed, apex, zero)
+PARTS = (reference_cases, attention_backends, attention_speed, training_on_text, speed, apex, zero)

@@ -26,7 +26,7 @@ def load(folder: Path, name: str, groups: Groups) -> tuple[Network, dict]:
     path = folder / f"adaptive_span_{name}.pt"
     case = json.loads(path.with_suffix(".json").read_text())
     state = read_model(torch.load(path, weights_only=True)["model"], path)
-    config = ModelConfig(**state.shape, span_ramp=case["config"]["span_ramp"])
+    config = ModelConfig(**state.shape, span_ramp=case["config"]["span_ramp"], span_normalization="window")
     network = Network(config, state.vocab_size, groups.tensor, FusedOps("torch")).double()
     load_logical(network, state.weights)
     return network, case

@@ -164,6 +164,8 @@ def test_lost_context_is_counted_in_streams_shorter_than_the_reach() -> None:
     "changes",
     [
         {"empty_cache": "mask"},
+        {"span_normalization": "window"},
+        {"span_normalization": "window", "empty_cache": "mask"},
         {"adaptive_span": False, "max_attention_span": 40},
         {"persistent_memory_size": 0, "variant": "transformer", "feed_forward_size": 24},
         {"persistent_memory_size": 0, "adaptive_span": False, "max_attention_span": 7, "empty_cache": "mask"},

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_allattn.kernels.fused import FusedOps, apex_kind, choose_fused
+from megatron_allattn.kernels.multi_tensor import AdamStep
 
 FAILING = "raise RuntimeError('imported')"  # PyPI's apex cannot be imported without other packages
 NORM = """
@@ -113,16 +114,39 @@ def test_tensors_of_the_cpu_never_go_to_apex(install: Install) -> None:
     install(amp_C="")
     fused = choose_fused("auto", True)
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    assert torch.equal(fused.layer_norm(x, weight, bias, 1e-5), F.layer_norm(x, (8,), weight, bias, 1e-5))
-    assert fused.squared_norm([torch.ones(4)]).item() == 4.0
+    y = torch.randn(3, 8)
+    assert torch.equal(fused.add_norm(x, y, weight, bias, 1e-5), F.layer_norm(x + y, (8,), weight, bias, 1e-5))
+    assert fused.squared_norms([torch.ones(4)]).tolist() == [4.0]
+    fused.adamw_(*[[torch.zeros(4)] for _ in range(4)], AdamStep(0.1, (0.9, 0.999), 1e-8, 0.0, 1))
 
 
-def test_layer_norm_and_squared_norm_by_hand() -> None:
-    fused = FusedOps("torch")
-    x = torch.tensor([[1.0, 3.0]], dtype=torch.float64)  # mean 2, variance 1
-    found = fused.layer_norm(x, torch.tensor([2.0, 3.0]).double(), torch.tensor([10.0, 20.0]).double(), eps=0.0)
-    assert found.tolist() == [[8.0, 23.0]]
-    squares = fused.squared_norm([torch.tensor([3.0, 4.0]), torch.full((2, 2), 2.0)])
-    assert squares.item() == 41.0 and squares.dtype == torch.float64
-    big = torch.full((10,), 300.0, dtype=torch.float16)  # its squares are beyond float16
-    assert fused.squared_norm([big]).item() == 900_000.0
+def test_add_norm_by_hand() -> None:
+    x, y = torch.tensor([[0.0, 4.0]], dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    weight, bias = torch.tensor([2.0, 3.0]).double(), torch.tensor([10.0, 20.0]).double()
+    assert FusedOps("torch").add_norm(x, y, weight, bias, eps=0.0).tolist() == [[8.0, 23.0]]  # mean 2, variance 1
+
+
+class Recorder:
+    """Stands for apex's `amp_C`: keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def multi_tensor_l2norm(self, chunk: int, flag: torch.Tensor, lists: list, per_tensor: bool) -> tuple:
+        assert per_tensor and flag.tolist() == [0] and chunk > 0
+        return None, torch.stack([torch.linalg.vector_norm(tensor) for tensor in lists[0]])
+
+    def multi_tensor_adam(self, *arguments: object) -> None:
+        self.calls.append(arguments)
+
+
+def test_tensors_of_a_gpu_go_to_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the argument order of apex's own FusedAdam: gradients, parameters, averages, squares."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    fused = FusedOps("apex", multi_tensor=Recorder())
+    assert fused.squared_norms([torch.tensor([3.0, 4.0]), torch.ones(2)]).tolist() == pytest.approx([25.0, 2.0])
+    p, g, m, v = ([torch.full((2,), float(number))] for number in range(4))
+    fused.adamw_(p, g, m, v, AdamStep(0.1, (0.8, 0.9), 1e-7, 0.2, 5))
+    _, flag, lists, *numbers = fused.multi_tensor.calls[0]
+    assert flag.tolist() == [0] and [tensors[0][0].item() for tensors in lists] == [1.0, 0.0, 2.0, 3.0]
+    assert numbers == [0.1, 0.8, 0.9, 1e-7, 5, 1, 1, 0.2]

@@ -11,12 +11,13 @@ from torch import Tensor
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE
 from megatron_allattn.parallel.random import DropoutKeys
-from tests.support.slow_attention import EMBEDDING_SITE, REPRESENTATION_SITE, Problem, hash_bits, slow_attend
+from tests.support.slow_attention import EMBEDDING_SITE, REPRESENTATION_SITE, Problem, keep_factor, slow_attend
 
 VOCABULARY, BATCH = 13, 2
 CPU = torch.device("cpu")
@@ -31,8 +32,8 @@ CONFIG = ModelConfig(
 )
 
 
-def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Network:
-    network = Network(config, VOCABULARY, ALONE, FusedOps("torch"))
+def build(config: ModelConfig, dtype: torch.dtype = torch.float64, backend: str = "eager") -> Network:
+    network = Network(config, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend]())
     initialize(network, 4)
     generator = torch.Generator().manual_seed(9)
     for parameter in network.span_parameters():
@@ -130,11 +131,15 @@ def test_gradient_reaches_projections_through_the_cache_but_never_what_is_cached
     assert (gradient(cached) - gradient(cached.detach() * 1.5)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize("normalization", ["span", "window"])
 @pytest.mark.parametrize("probability", [0.0, 0.3])
-def test_losses_equal_those_of_loops_over_tokens(probability: float) -> None:
+def test_losses_equal_those_of_loops_over_tokens(probability: float, normalization: str, backend: str) -> None:
     """Two blocks, with attention, embedding and representation dropout at global streams, heads and positions."""
-    config = replace(CONFIG, attention_dropout=probability, embedding_dropout=probability)
-    network, text = build(config), tokens(9)
+    config = replace(
+        CONFIG, attention_dropout=probability, embedding_dropout=probability, span_normalization=normalization
+    )
+    network, text = build(config, backend=backend), tokens(9)
     slot, streams, seed = slot_of(config), [5, 2], 77
     weights = {logical.name: parameter.detach() for logical, parameter in network.logical_parameters()}
     caches = [torch.zeros(BATCH, 0, 8, dtype=torch.float64)] * 2
@@ -176,6 +181,7 @@ def _slow_losses(
             cached=100,
             ramp=config.span_ramp,
             layer=layer,
+            normalization=config.span_normalization,
             dropout=dropout if dropout[0] else None,
         )
         kept.append(torch.cat([caches[layer], hidden], dim=1))
@@ -191,14 +197,14 @@ def _slow_losses(
 
 def _slow_dropout(x: Tensor, site: int, dropout: tuple[float, int, int, list[int]]) -> Tensor:
     probability, seed, step, streams = dropout
-    kept = [
+    factors = [
         [
-            [hash_bits(seed, (site, step, stream, position), channel) >= probability * 2**32 for channel in range(8)]
+            [keep_factor(seed, (site, step, stream, position), channel, probability) for channel in range(8)]
             for position in range(x.shape[1])
         ]
         for stream in streams
     ]
-    return x * torch.tensor(kept, dtype=x.dtype) / (1 - probability)
+    return x * torch.tensor(factors, dtype=x.dtype)
 
 
 def test_the_span_loss_reaches_every_span_once() -> None:

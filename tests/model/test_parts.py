@@ -1,4 +1,4 @@
-"""The small modules of a layer, by hand: persistent vectors, positions, feed-forward, LayerNorm."""
+"""The small modules of a layer, by hand: persistent vectors, positions, feed-forward, AddNorm."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model.block import LayerNorm
+from megatron_allattn.model.block import AddNorm
 from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import FeedForward, SoftmaxFeedForward
@@ -76,9 +76,11 @@ def test_feed_forward_by_hand() -> None:
     assert layer(torch.tensor([2.0, 3.0]), None).tolist() == [110.0, 200.0]
 
 
-def test_layer_norm_by_hand() -> None:
-    norm = LayerNorm("norm", 4, FusedOps("torch"), eps=0.0)
+def test_add_norm_by_hand() -> None:
+    norm = AddNorm("norm", 4, FusedOps("torch"), eps=0.0)
     norm.weight.data.copy_(torch.tensor([1.0, 1.0, 2.0, 1.0]))
     norm.bias.data.copy_(torch.tensor([0.0, 0.0, 0.0, 5.0]))
-    found = norm(torch.tensor([1.0, -1.0, 1.0, -1.0]))  # mean 0, variance 1 already
+    found = norm(
+        torch.tensor([0.0, 1.0, 2.0, -3.0]), torch.tensor([1.0, -2.0, -1.0, 2.0])
+    )  # 1, -1, 1, -1: mean 0, variance 1
     assert found.tolist() == [1.0, -1.0, 2.0, 4.0]

@@ -1,6 +1,7 @@
 """Every variant of the ablation against loops written from the paper's equations, and its parameters by hand."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -28,37 +29,48 @@ from tests.support.variants import (
 
 CASES = {
     "plain": ({}, False),
+    "the paper's normalization": ({"span_normalization": "window"}, False),
     "dropout, position values, masked empty cache": ({"position_values": "shared", "empty_cache": "mask"}, True),
     "fixed span, position values": ({"adaptive_span": False, "position_values": "shared"}, False),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_losses_and_gradients_equal_those_of_the_loops(variant: str, case: str) -> None:
+def config_of(variant: str, case: str) -> ModelConfig:
     changes, dropout = CASES[case]
     rates = dropout_of(variant) if dropout else {}
-    config = model_of(variant, hidden_size=8, num_attention_heads=4, **changes, **rates)
-    network = build(config, ALONE)
-    found, gradients = two_blocks(network, dropout)
+    return model_of(variant, hidden_size=8, num_attention_heads=4, **changes, **rates)
 
+
+@cache
+def truth(variant: str, case: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and gradients by the loops, from the weights that every network of the case starts with."""
+    config, dropout = config_of(variant, case), CASES[case][1]
     weights = {
-        logical.name: parameter.detach().clone().requires_grad_() for logical, parameter in network.logical_parameters()
+        logical.name: parameter.detach().clone().requires_grad_()
+        for logical, parameter in build(config, ALONE).logical_parameters()
     }
     slow = SlowModel(config, weights, SEED, STREAMS if dropout else None)
     past: list[list[list[torch.Tensor]]] = [[[] for _ in STREAMS] for _ in range(config.num_layers)]
-    losses = []
-    for step, (inputs, targets) in enumerate(blocks(), start=1):
-        losses.append(replace(slow, step=step).losses(inputs, targets, past))
-    expected = torch.stack(losses)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-11, atol=1e-12)
-    weighted(expected).backward()
-    assert gradients.keys() == weights.keys()
-    for name, weight in weights.items():
+    losses = torch.stack(
+        [replace(slow, step=step).losses(*block, past) for step, block in enumerate(blocks(), start=1)]
+    )
+    weighted(losses).backward()
+    return losses.detach(), {name: weight.grad for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "blocked"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_gradients_equal_those_of_the_loops(variant: str, case: str, backend: str) -> None:
+    expected, true = truth(variant, case)
+    found, gradients = two_blocks(build(config_of(variant, case), ALONE, backend), dropout=CASES[case][1])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    assert gradients.keys() == true.keys()
+    for name, gradient in true.items():
         torch.testing.assert_close(
-            gradients[name], weight.grad, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+            gradients[name], gradient, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
         )
-        assert weight.grad.abs().max() > 1e-8, f"{name} does not matter: the comparison says nothing"
+        assert gradient.abs().max() > 1e-8, f"{name} does not matter: the comparison says nothing"
 
 
 D, K, H, N, F, L = 16, 2, 8, 4, 12, 6

@@ -28,15 +28,18 @@ def single(variant: str) -> tuple[Tensor, dict[str, Tensor]]:
     return two_blocks(build(everything(variant), ALONE), dropout=True)
 
 
-def _sharded(rank: int, world_size: int, config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    return two_blocks(build(config, groups_of(world_size, 1).tensor), dropout=True)
+def _sharded(rank: int, world_size: int, config: ModelConfig, backend: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return two_blocks(build(config, groups_of(world_size, 1).tensor, backend), dropout=True)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "backend"), [(2, "eager"), (4, "blocked")])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_losses_and_gradients_equal_those_of_one_process(variant: str, size: int, pools: WorkerPools) -> None:
+def test_losses_and_gradients_equal_those_of_one_process(
+    variant: str, size: int, backend: str, pools: WorkerPools
+) -> None:
     expected, gradients = single(variant)
-    for losses, found in pools(size).run(_sharded, everything(variant)):  # replicated tensors are compared on each rank
+    # replicated tensors are compared on each rank
+    for losses, found in pools(size).run(_sharded, everything(variant), backend):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_allattn.parallel import adaptive
+from megatron_allattn.parallel import adaptive, cross_entropy
 from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput, Clusters
 from megatron_allattn.parallel.collectives import all_gather
+from megatron_allattn.parallel.cross_entropy import vocabulary_range
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, logical_of
-from megatron_allattn.parallel.vocabulary import vocabulary_range
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
@@ -205,7 +205,7 @@ def test_only_tokens_that_hit_a_cluster_go_through_it(monkeypatch: pytest.Monkey
 
         return call
 
-    monkeypatch.setattr(adaptive, "sharded_logits", count(adaptive.sharded_logits, 0, 1))
+    monkeypatch.setattr(cross_entropy, "sharded_logits", count(cross_entropy.sharded_logits, 0, 1))
     monkeypatch.setattr(adaptive.F, "embedding", count(F.embedding, 0, 1))
     output(embedding(inputs), targets)
     hits = [Counter(embedding.cluster_of(ids).flatten().tolist()) for ids in (inputs, targets)]

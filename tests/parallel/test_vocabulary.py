@@ -1,20 +1,14 @@
-"""Vocabulary-parallel embedding, output and cross-entropy against the plain ones, also where V does not divide."""
+"""Vocabulary-parallel embedding and output against the plain ones, also where V does not divide."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_allattn.parallel.collectives import all_gather
+from megatron_allattn.parallel.cross_entropy import sharded_logits, vocabulary_range
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, logical_of
-from megatron_allattn.parallel.vocabulary import (
-    LogitBlock,
-    VocabularyParallelEmbedding,
-    VocabularyParallelOutput,
-    sharded_logits,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_range,
-)
+from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
@@ -109,55 +103,6 @@ def test_loss_and_gradients_equal_the_plain_ones(pools: WorkerPools, size: int, 
         assert not found["log-probabilities"].requires_grad
 
 
-def losses_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One softmax [n, V] on one rank, in one block."""
-    block = LogitBlock(logits, targets, torch.ones_like(targets, dtype=torch.bool))
-    return vocabulary_parallel_cross_entropy([[block]], ALONE)[0]
-
-
-def test_one_rank_alone_equals_the_plain_ones_too() -> None:
-    targets = ids(101, 2).flatten()
-    logits = torch.randn(120, 101, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    kept = logits.detach().clone()
-    expected = F.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(losses_of(logits, targets), expected, rtol=1e-13, atol=1e-13)
-    assert torch.equal(logits, kept)  # not overwritten by the work on it
-    assert torch.autograd.gradcheck(
-        lambda part: losses_of(part, targets[:4]), (logits.detach()[:4].clone().requires_grad_(),)
-    )
-
-
-def _several_softmaxes() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits of three softmaxes, of two blocks, one block and no row, and targets as columns of the whole softmax."""
-    generator = torch.Generator().manual_seed(5)
-    logits = [
-        torch.randn(shape, dtype=torch.float64, generator=generator) * 3 for shape in ((6, 10), (6, 3), (2, 7), (0, 4))
-    ]
-    return logits, [torch.tensor([0, 9, 10, 12, 4, 11]), torch.tensor([6, 0]), torch.zeros(0, dtype=torch.long)]
-
-
-def _blocks(logits: list[torch.Tensor], targets: list[torch.Tensor]) -> list[list[LogitBlock]]:
-    first, second = targets[0] < 10, targets[0] >= 10
-    head = [
-        LogitBlock(logits[0], targets[0].masked_fill(second, 0), first),
-        LogitBlock(logits[1], (targets[0] - 10).masked_fill(first, 0), second),
-    ]
-    whole = [LogitBlock(block, t, t >= 0) for block, t in zip(logits[2:], targets[1:], strict=True)]
-    return [head, *[[block] for block in whole]]
-
-
-def test_several_softmaxes_in_blocks_equal_whole_ones() -> None:
-    logits, targets = _several_softmaxes()
-    found = vocabulary_parallel_cross_entropy(_blocks(logits, targets), ALONE)
-    for losses, whole, target in zip(found, [torch.cat(logits[:2], dim=1), *logits[2:]], targets, strict=True):
-        expected = F.cross_entropy(whole, target, reduction="none")
-        torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(
-        lambda *parts: vocabulary_parallel_cross_entropy(_blocks(list(parts), targets), ALONE)[:2],
-        tuple(block.requires_grad_() for block in logits),
-    )
-
-
 def test_ranges_cover_the_vocabulary_once() -> None:
     for vocab_size, size in ((101, 2), (101, 4), (5, 4), (2, 4), (8, 4)):
         groups = [Group(ranks=tuple(range(size)), rank=rank, handle=None) for rank in range(size)]
@@ -178,8 +123,3 @@ def test_half_precision_logits_are_taken_in_float32(dtype: torch.dtype) -> None:
     for found in (output(hidden, targets), -output(hidden).gather(-1, targets[..., None])[..., 0]):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4]])
-    assert [losses_of(logits, torch.tensor([target])).item() for target in range(3)] == [0.0, 1e4, 2e4]

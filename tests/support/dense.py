@@ -83,12 +83,14 @@ def _rows(
         scores = torch.cat([scores, query @ (math.sqrt(size) * own["persistent.key"][head])], dim=1)
         seen = torch.cat([seen, torch.ones(len(row), count, dtype=torch.bool)], dim=1)
     weight = torch.where(seen, (scores / math.sqrt(size)).exp(), 0.0)
-    weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-300)  # a row may see nothing: it gets nothing
+    smallest = 1e-300  # a row may see nothing: it gets nothing
     if model.adaptive_span:
+        if model.span_normalization == "window":
+            weight, smallest = weight / weight.sum(dim=1, keepdim=True).clamp(min=smallest), 1e-8
         z = own["span"].flatten()[head]
         mask = ((model.span_ramp + z * model.max_attention_span + 1 - distance) / model.span_ramp).clamp(0, 1)
         weight = torch.cat([weight[:, : distance.shape[1]] * mask, weight[:, distance.shape[1] :]], dim=1)
-        weight = weight / (weight.sum(dim=1, keepdim=True) + 1e-8)
+    weight = weight / (weight.sum(dim=1, keepdim=True) + smallest)
     out = weight[:, : distance.shape[1]] @ value
     return out + weight[:, distance.shape[1] :] @ (math.sqrt(count) * own["persistent.value"][head]) if count else out
 

@@ -37,6 +37,7 @@ class Problem:
     layer: int = 0
     position_values: str = "none"
     empty_cache: str = "attend"
+    normalization: str = "window"
     dropout: tuple[float, int, int, list[int]] | None = None
 
     @property
@@ -67,25 +68,20 @@ def _head_output(p: Problem, stream: int, head: int, token: int) -> Tensor:
             continue
         x = _hidden(p, stream, position)
         u = p.position[0, :, span - distance]
-        columns.append(distance)
+        columns.append(-distance)
         masks.append(_soft_mask(p, head, distance))
         scores.append(q @ (p.key[rows] @ x + u) / math.sqrt(size))
         values.append(p.value[rows] @ x + (u if p.position_values == "shared" else 0.0))
     for i in range(0 if p.persistent_key is None else p.persistent_key.shape[2]):
         assert p.persistent_key is not None and p.persistent_value is not None
-        columns.append(span + 1 + i)
+        columns.append(i)
         masks.append(torch.ones((), dtype=q.dtype))
         scores.append(q @ p.persistent_key[head, :, i] / math.sqrt(size))
         values.append(p.persistent_value[head, i])
     if not columns:
         return torch.zeros(size, dtype=q.dtype)
 
-    exponentials = [score.exp() for score in scores]
-    total = sum(exponentials)
-    weights = [mask * exponential / total for mask, exponential in zip(masks, exponentials, strict=True)]
-    if p.span is not None:
-        total = sum(weights) + 1e-8
-        weights = [weight / total for weight in weights]
+    weights = normalized(scores, masks, "span" if p.span is None else p.normalization)
     output = torch.zeros(size, dtype=q.dtype)
     for column, weight, value in zip(columns, weights, values, strict=True):
         output = output + _keep_factor(p, stream, head, token, column) * weight * value
@@ -107,20 +103,48 @@ def _soft_mask(p: Problem, head: int, distance: int) -> Tensor:
     return value if 0 <= value.item() <= 1 else torch.tensor(float(value.item() > 1), dtype=p.block.dtype)
 
 
+def normalized(scores: list[Tensor], masks: list[Tensor], normalization: str) -> list[Tensor]:
+    """Weights from scores (already divided by √K) and span masks.
+
+    "window": a softmax, the mask, and a division by the sum plus 1e-8; "span": mask · exp(score) over its sum.
+    """
+    exponentials = [score.exp() for score in scores]
+    if normalization == "window":
+        total = sum(exponentials)
+        exponentials = [exponential / total for exponential in exponentials]
+    weights = [mask * exponential for mask, exponential in zip(masks, exponentials, strict=True)]
+    total = sum(weights) + (1e-8 if normalization == "window" else 0.0)
+    return [weight / total for weight in weights]
+
+
 def _keep_factor(p: Problem, stream: int, head: int, token: int, column: int) -> float:
     if p.dropout is None:
         return 1.0
     probability, seed, step, streams = p.dropout
     row = (ATTENTION_SITE, step, p.layer, streams[stream], p.heads[head], token)
-    return 1.0 / (1.0 - probability) if hash_bits(seed, row, column) >= probability * 2**32 else 0.0
+    return keep_factor(seed, row, column, probability)
+
+
+def keep_factor(seed: int, row: tuple[int, ...], column: int, probability: float) -> float:
+    """What dropout multiplies an element by: 0, or 1 / the share that is kept, in 2⁻¹⁴."""
+    dropped = round(probability * 2**14)
+    field = hash_bits(seed, row, column) >> (16 if column % 2 else 0) & 0x3FFF
+    return 2**14 / (2**14 - dropped) if field >= dropped else 0.0
 
 
 def hash_bits(seed: int, row: tuple[int, ...], column: int) -> int:
-    """The documented 32 bits of an element, by Python integers."""
+    """The documented 32 bits of an element's pair of columns, by Python integers."""
     key = lowbias32(lowbias32(seed >> 32) + (seed & WORD))
     for part in row:
         key = lowbias32(key + part)
-    return lowbias32(key + lowbias32(column * 0x9E3779B9 + 1))
+    return scramble(key ^ lowbias32(column // 2 * 0x9E3779B9 + 1))
+
+
+def scramble(x: int) -> int:
+    """Two multiplications and a shift that keeps the sign."""
+    y = x * 0x7FEB352D & WORD
+    signed = y - (WORD + 1) if y >> 31 else y
+    return (y ^ signed >> 15) * 0x846CA68B & WORD
 
 
 def lowbias32(x: int) -> int:

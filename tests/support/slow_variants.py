@@ -16,7 +16,8 @@ from tests.support.slow_attention import (
     EMBEDDING_SITE,
     FEED_FORWARD_SITE,
     REPRESENTATION_SITE,
-    hash_bits,
+    keep_factor,
+    normalized,
 )
 
 
@@ -124,7 +125,7 @@ class SlowModel:
                 mask = ((model.span_ramp + z * span + 1 - distance) / model.span_ramp).clamp(0, 1)
             terms.append(
                 Term(
-                    column=distance,
+                    column=-distance,
                     score=q @ (part["key.weight"][rows] @ x + u) / math.sqrt(size),
                     value=value + u if model.position_values == "shared" else value,
                     mask=mask,
@@ -137,7 +138,7 @@ class SlowModel:
         keys, values = part["persistent.key"][head], part["persistent.value"][head]
         return [
             Term(
-                column=self.config.max_attention_span + 1 + i,
+                column=i,
                 score=q @ (math.sqrt(len(q)) * keys[:, i]) / math.sqrt(len(q)),
                 value=math.sqrt(len(values)) * values[i],
             )
@@ -151,12 +152,10 @@ class SlowModel:
         )
 
     def _attend(self, terms: list[Term], row: tuple[int, ...], soft: bool) -> Tensor:
-        """The weighted average; `soft`: masked by the span and normalized again, with the published code's 1e-8."""
-        total = sum(term.score.exp() for term in terms)
-        weights = [term.mask * term.score.exp() / total for term in terms]
-        if soft:
-            again = sum(weights) + 1e-8
-            weights = [weight / again for weight in weights]
+        """The weighted average; `soft`: with span masks, normalized as the model says."""
+        masks = [torch.as_tensor(term.mask, dtype=torch.float64) for term in terms]
+        normalization = self.config.span_normalization if soft else "span"
+        weights = normalized([term.score for term in terms], masks, normalization)
         p = self.config.attention_dropout
         size = self.config.hidden_size // self.config.num_attention_heads
         return sum(
@@ -188,7 +187,7 @@ class SlowModel:
     def _keep(self, row: tuple[int, ...], column: int, p: float) -> float:
         if self.streams is None or p == 0.0:
             return 1.0
-        return 1 / (1 - p) if hash_bits(self.seed, row, column) >= p * 2**32 else 0.0
+        return keep_factor(self.seed, row, column, p)
 
     def _drop(self, x: Tensor, p: float, site: int, b: int, t: int) -> Tensor:
         row = (site, self.step, self._id(b), t)

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
@@ -41,9 +42,9 @@ def dropout_of(name: str) -> dict[str, float]:
     return rates | ({"feed_forward_dropout": 0.4} if name in ("ff-attn", "transformer") else {})
 
 
-def build(config: ModelConfig, group: Group) -> Network:
+def build(config: ModelConfig, group: Group, backend: str = "eager") -> Network:
     """This rank's network in float64, with spans inside the ramp and biases that are not zero."""
-    network = Network(config, VOCABULARY, group, FusedOps("torch"))
+    network = Network(config, VOCABULARY, group, FusedOps("torch"), BACKENDS[backend]())
     initialize(network, 4)
     network = network.double()
     for layer, z in enumerate(network.span_parameters()):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.save import read_config
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.config.run import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron_allattn.data.dataset import open_dataset
@@ -17,6 +18,7 @@ from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.data.tokenizers import NullTokenizer
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE, single_process_groups
@@ -59,7 +61,8 @@ def start(run: RunConfig) -> Session:
     dataset = open_dataset(run.data)
     training, own = run.training, run.checkpoint.save
     streams = TokenStreams(dataset.train, training.global_batch_size, training.seq_length, training.seed)
-    network = Network(run.model, dataset.tokenizer.vocab_size, ALONE, FusedOps("torch")).double()
+    attend = choose_backend(training.attention_backend, torch.device("cpu"), torch.float64, 8).attend
+    network = Network(run.model, dataset.tokenizer.vocab_size, ALONE, FusedOps("torch"), attend).double()
     initialize(network, training.seed)
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float64, FusedOps("torch"))
     session = Session(run, dataset, streams, engine, Metrics(own, None, {}), [])
@@ -171,6 +174,42 @@ def test_evaluations_that_decide_the_plateau_stay_as_they_were(
     checkpoint = CheckpointConfig(load=alone.checkpoint.load, save=tmp_path / "new")
     with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} {value}: .* resume with the same value"):
         start(replace(alone, checkpoint=checkpoint, training=replace(alone.training, **{name: value})))
+
+
+def test_a_run_may_go_on_with_another_backend(alone: RunConfig, tmp_path: Path) -> None:
+    """Backends compute the same function and the same dropout masks."""
+    save = tmp_path / "run"
+    shutil.copytree(alone.checkpoint.save, save)
+    for step in (18, 22):  # it goes on from step 12
+        shutil.rmtree(save / folder.FOLDER / f"step_{step:08d}")
+    training = replace(alone.training, attention_backend="eager")
+    trained(replace(alone, training=training, checkpoint=replace(alone.checkpoint, save=save, load=save)))
+    found, expected = (
+        [float(record["loss"]) for record in records(path) if record["kind"] == "train"]
+        for path in (save, alone.checkpoint.save)
+    )
+    assert found[:12] == expected[:12] and len(found) == len(expected) == 22
+    assert found[12:] == pytest.approx(expected[12:], rel=1e-9)
+
+
+def test_the_normalization_belongs_to_the_model(alone: RunConfig, tmp_path: Path) -> None:
+    checkpoint = CheckpointConfig(load=alone.checkpoint.load, save=tmp_path / "new")
+    model = replace(alone.model, span_normalization="window")
+    with pytest.raises(UsageError, match=r"^--span-normalization window: .* was trained with span; resume with the"):
+        start(replace(alone, checkpoint=checkpoint, model=model))
+
+
+def test_a_configuration_from_before_there_was_a_choice_means_the_window(alone: RunConfig, tmp_path: Path) -> None:
+    last, _ = folder.find_latest(alone.checkpoint.save)
+    state = json.loads((last / "state.json").read_text())
+    del state["config"]["model"]["span_normalization"], state["config"]["training"]["attention_backend"]
+    converted(alone, tmp_path / "old", without=(), **state)
+    with pytest.raises(UsageError, match=r"^--span-normalization span: .* was trained with window; resume with the"):
+        start(going_on(alone, tmp_path / "old", tmp_path / "new"))
+    model = replace(alone.model, span_normalization="window")
+    assert start(going_on(alone, tmp_path / "old", tmp_path / "new", model=model)).step == 22
+    state["config"]["model"]["adaptive_span"] = False  # where no span is learned there is nothing to normalize twice
+    assert read_config(tmp_path / "old", state).model.span_normalization == "span"
 
 
 def converted(source: RunConfig, target: Path, *, without: tuple[str, ...] = ("caches",), **state: Any) -> Path:

@@ -1,0 +1,80 @@
+"""Flags of the tools that load a checkpoint and run as ranks of a launcher: tools/evaluate.py and tools/generate.py."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from megatron_allattn.config.checks import LARGEST
+from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.run import ParallelConfig
+
+Precision = Literal["float32", "bfloat16", "float64"]
+
+
+class ToolParser(argparse.ArgumentParser):
+    """argparse with one-line errors, whose flags are given at most once and never abbreviated, with - or _."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            prog=name,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see --help")
+
+    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        words, given = [], set()
+        for word in argv:
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
+                name = name.replace("_", "-")
+                if name not in self._option_string_actions:
+                    near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                    raise usage_error("flag", name, "is unknown", f"did you mean {near[0]}?" if near else "see --help")
+                if name in given:
+                    raise usage_error("flag", name, "is given twice", "give it once")
+                given.add(name)
+            words.append(name + equals + value)
+        return super().parse_args(words)
+
+    def add_rank_flags(self) -> None:
+        """The layout, the precision, and what launchers add."""
+        add, size = self.add_argument, "--tensor-model-parallel-size"
+        add(size, type=count, default=1, metavar="N", help="processes that share the heads (default 1)")
+        add(
+            "--distributed-timeout-minutes",
+            type=float,
+            default=10.0,
+            metavar="T",
+            help="how long a process waits for another (default 10)",
+        )
+        add("--bf16", action="store_true", help="compute in bfloat16 instead of float32")
+        add("--float64", action="store_true", help="compute in float64 instead of float32")
+        add("--local-rank", type=int, help=argparse.SUPPRESS)  # ranks are found by the environment
+        add("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+
+
+def count(text: str) -> int:
+    """A flag's positive integer."""
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1 to {LARGEST}")
+    return int(text)
+
+
+def precision_of(given: argparse.Namespace) -> Precision:
+    """What `add_rank_flags` was told of the precision. Raises UsageError."""
+    if given.bf16 and given.float64:
+        raise usage_error("--bf16", "--float64", "there is one precision", "give one of the two")
+    return "bfloat16" if given.bf16 else "float64" if given.float64 else "float32"
+
+
+def parallel_of(given: argparse.Namespace) -> ParallelConfig:
+    """What `add_rank_flags` was told of the layout. Raises UsageError."""
+    return ParallelConfig(
+        tensor_model_parallel_size=given.tensor_model_parallel_size,
+        distributed_timeout_minutes=given.distributed_timeout_minutes,
+    )

@@ -1,0 +1,168 @@
+"""Speed and memory on this machine, as ratios measured in one run.
+
+    python tools/benchmark.py attention [--sweep mean-span max-span --plot cost.svg] [--check]
+    python tools/benchmark.py layer                       # beside other layers of as many parameters
+    python tools/benchmark.py step --recipe enwik8-small --micro-batch-size 2 --span-profile facts --json step.json
+    python tools/benchmark.py generate
+    python tools/benchmark.py data
+
+`python tools/benchmark.py COMMAND --help` lists a command's flags. What is compared takes turns, round after round,
+after a warm-up; medians are printed and every number goes to --json. docs/performance.md says what each number means.
+Exit code 0: done, 1: --check found a wrong result, 2: wrong usage.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+from megatron_allattn.benchmark import report
+from megatron_allattn.benchmark.profiles import packaged
+from megatron_allattn.benchmark.shapes import DEFAULT_PROFILE, DEFAULT_RECIPE
+from megatron_allattn.config.checks import LARGEST
+from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.reporting import refuse, run_program
+from megatron_allattn.config.tool_flags import ToolParser, count
+
+DTYPES, BACKENDS = ("float32", "bfloat16"), ("eager", "blocked", "triton")
+ANY_BACKEND = ("auto", *BACKENDS)
+
+
+def add_attention(parser: ToolParser) -> None:
+    """The attention of all layers, forward and backward."""
+    add = _add_shape(parser)
+    add("--attention-backend", nargs="+", choices=ANY_BACKEND, default=["auto"], help="those to measure (default auto)")
+    add("--check", action="store_true", help="first hold every backend that runs here against eager in float64")
+    add("--sweep", nargs="+", choices=("mean-span", "max-span"), default=[], help="cost against the spans")
+    add("--longest-span", type=count, default=2048, metavar="S", help="of a sweep's longest head (default 2048)")
+    add("--mean-span", type=count, default=300, metavar="S", help="of --sweep max-span (default 300)")
+    add("--points", type=_points, default=7, metavar="N", help="of a sweep (default 7)")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the sweeps (needs matplotlib)")
+
+
+def add_layer(parser: ToolParser) -> None:
+    """All-attention layers beside others of as many parameters."""
+    add = _add_shape(parser)
+    add("--attention-backend", choices=ANY_BACKEND, default="auto", help="of the layer that leads (default auto)")
+    peers = ("standard", "x-transformers", "eager")
+    add("--peers", nargs="+", choices=peers, help="layers beside it (default: all that are installed)")
+
+
+def add_step(parser: ToolParser) -> None:
+    """A whole training step without its optimizer."""
+    add = _add_shape(parser)
+    add("--attention-backend", choices=ANY_BACKEND, default="auto", help="default: auto")
+    add("--recompute-granularity", choices=("none", "selective", "full"), default="none", help="default: none")
+    changes = (*BACKENDS, *DTYPES)
+    add("--compare", nargs="+", choices=changes, default=[], help="the same step too with one thing changed")
+
+
+def add_generate(parser: ToolParser) -> None:
+    """Time per token of cached decoding."""
+    add = _add_shape(parser)
+    positions = [512, 2048, 8192]
+    add("--positions", type=count, nargs="+", default=positions, metavar="N", help="tokens read before (512 2048 8192)")
+    add("--tokens", type=count, default=16, metavar="N", help="tokens of a run (default 16)")
+
+
+def add_data(parser: ToolParser) -> None:
+    """Token files to batches, and text to token files, on one core."""
+    add: Any = parser.add_argument
+    add("--input", nargs="+", metavar="FILE", help="text to prepare (default: the standard library's sources)")
+    add("--megabytes", type=count, default=64, metavar="N", help="size of the token files (default 64)")
+    add("--global-batch-size", type=count, default=64, metavar="S", help="streams (default 64)")
+    add("--seq-length", type=count, default=512, metavar="M", help="tokens of a stream's block (default 512)")
+
+
+COMMANDS: dict[str, Callable[[ToolParser], None]] = {
+    "attention": add_attention,
+    "layer": add_layer,
+    "step": add_step,
+    "generate": add_generate,
+    "data": add_data,
+}
+
+
+def _add_shape(parser: ToolParser) -> Any:
+    """Flags of the commands that run a model."""
+    add: Any = parser.add_argument
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    profiles = f"{', '.join(packaged())}, a JSON file or a run folder"
+    add("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one")
+    add("--threads", type=count, default=cores, metavar="N", help=f"threads of a CPU (default {cores}, all cores)")
+    add("--recipe", default=DEFAULT_RECIPE, metavar="R", help=f"the model's shape (default {DEFAULT_RECIPE})")
+    add("--micro-batch-size", type=count, default=1, metavar="B", help="streams (default 1)")
+    add("--seq-length", type=count, metavar="M", help="tokens of a stream (default: the recipe's)")
+    add("--num-layers", type=count, metavar="N", help="layers (default: the recipe's, 4 in a sweep)")
+    add("--persistent-memory-size", type=_number, metavar="N", help="vectors of a head (default: the recipe's)")
+    add("--attention-dropout", "--dropout", type=_probability, metavar="P", help="default: the recipe's")
+    add("--span-profile", metavar="P", help=f"how far heads look: {profiles} (default {DEFAULT_PROFILE})")
+    add("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    return add
+
+
+def _integer(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= LARGEST):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {least} to {LARGEST}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _points(text: str) -> int:
+    return _integer(text, 3)
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number from 0 up to, and without, 1")
+    return value
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the command that `argv` begins with, which is `command`. Raises UsageError."""
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"give one of {', '.join(COMMANDS)} first"
+        raise usage_error("command", name, "there is no such benchmark", fix)
+    parser = ToolParser(f"benchmark.py {name}", COMMANDS[name].__doc__)
+    COMMANDS[name](parser)
+    add: Any = parser.add_argument
+    add("--runs", type=count, default=5, metavar="N", help="rounds that count (default 5)")
+    add("--warmup", type=_number, default=1, metavar="N", help="rounds before them that do not (default 1)")
+    add("--json", type=Path, metavar="FILE", help="write every number as JSON")
+    options = parser.parse_args(argv[1:])
+    options.command = name
+    report.check_output("--json", options.json)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("-h", "--help"):
+        print(__doc__, end="")
+        return 0
+    try:
+        options = parse(argv)
+        # read when torch is loaded, here and in child processes
+        os.environ["OMP_NUM_THREADS"] = str(getattr(options, "threads", 1))
+        return importlib.import_module(f"megatron_allattn.benchmark.commands.{options.command}").run(options)
+    except UsageError as error:
+        return refuse(error)
+
+
+if __name__ == "__main__":
+    run_program(main)
