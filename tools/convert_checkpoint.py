@@ -47,7 +47,7 @@ class Given(NamedTuple):
 
 
 def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
-    """A .pt file of the paper's code → a run folder; a line that says what it holds."""
+    """A .pt file of the paper's code → a run folder; lines that say what it holds."""
     found = adaptive_span.read(source)
     run = adaptive_span.configure(source, found, given.run, given.explicit)
     tokenizer = read_tokenizer(given.vocabulary, run.model, found.model.vocab_size)
@@ -55,7 +55,12 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     state = converted_state(run, found.step, tokenizer.vocab_size, *described, found.source)
     write_run(output, run, found.step, state, found.model.weights.items(), found.state.items())
     parameters = sum(weight.numel() for weight in found.model.weights.values())
-    return f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
+    lines = [
+        f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
+    ]
+    if run.model.adaptive_span and run.recipe is None and "--span-ramp" not in given.explicit:
+        lines.append(f"note: the file does not say the span ramp; {run.model.span_ramp} is assumed (--span-ramp)")
+    return "\n".join(lines)
 
 
 def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> Tokenizer:

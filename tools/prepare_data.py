@@ -300,7 +300,8 @@ def report(prefix: Path, made: Manifest) -> None:
         print(f"  left out {made.skipped_documents} file(s) that are not UTF-8 text")
     for note in made.notes:
         print(f"  note: {note}")
-    print(f"train on it: python pretrain.py --data-path {prefix}")
+    if made.splits["train"].tokens:
+        print(f"train on it: python pretrain.py --data-path {prefix}")
 
 
 def main(argv: list[str]) -> int:

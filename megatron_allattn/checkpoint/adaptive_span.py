@@ -87,7 +87,7 @@ def read(path: Path) -> Checkpoint:
         rule = f"scheduler_iter is {scheduled}, its optimizer has made {steps} updates"
         raise usage_error("file", path, rule, "both count the updates since the start: set them equal")
     source = {"format": FORMAT, "keys": model.keys, "scheduler": "scheduler_iter" in content}
-    source |= {"iter_no": _plain(path, "iter_no", content["iter_no"]), "group": group}
+    source |= {"iter_no": _count(path, "iter_no", content["iter_no"]), "group": group}
     source |= {"logger": _plain(path, "logger", content["logger"])}
     optimizer |= {"optimizer": kind, "lr": group["lr"], "weight_decay": 0.0}
     return Checkpoint(model, optimizer, group.get("initial_lr", group["lr"]), steps, state, source)
@@ -253,10 +253,10 @@ def _check_keys(path: Path, what: str, found: Any, required: set[str], known: se
 
 
 def _count(path: Path, what: str, value: Any) -> int:
-    """A number of updates, which older torch keeps as an int and newer as a tensor."""
+    """A number of updates or iterations, which older torch keeps as an int and newer as a tensor."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if type(number) not in (int, float) or not 0 <= number < 2**31 or number != int(number):
-        raise usage_error("file", path, f"{what} is {number!r}, expected a number of updates", _GIVE)
+        raise usage_error("file", path, f"{what} is {number!r}, expected a whole number from 0", _GIVE)
     return int(number)
 
 

@@ -131,7 +131,9 @@ def read_model(state: Any, source: Path) -> ModelState:
     """Take `model` apart. Raises UsageError naming the first key that is missing, unknown or not what it should be."""
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise usage_error("file", source, "its `model` is not a dictionary of named tensors", _GIVE)
-    wrapped = bool(state) and all(key.startswith(WRAPPER) for key in state)
+    wrapped = any(key.startswith(WRAPPER) for key in state)
+    if wrapped and (foreign := [key for key in state if not key.startswith(WRAPPER)]):
+        raise usage_error("file", source, f"its `model` has key {foreign[0]} beside others behind {WRAPPER}", _GIVE)
     tensors = {key.removeprefix(WRAPPER) if wrapped else key: value for key, value in state.items()}
     for key, value in tensors.items():
         check_tensor(source, f"model key {key}", value)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config import ModelConfig, usage_error
+from megatron_allattn.config.checks import check_regular
 
 _FIX = "give the JSON file that belongs to the checkpoint"
 
 
 def read_companion(path: Path) -> dict[str, Any]:
     """The object in the file (of a list: with it under `vocabulary`). Raises UsageError: no such JSON file."""
+    check_regular("file", path, _FIX)
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

@@ -20,6 +20,12 @@ LARGEST = 2**31 - 1
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 
 
+def check_regular(what: str, path: Path, fix: str) -> None:
+    """UsageError for what is there and is no regular file: a pipe would be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise usage_error(what, path, "is not a regular file", fix)
+
+
 class _Refused:
     """The result for a value that does not fit a type."""
 

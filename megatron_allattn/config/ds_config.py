@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.config.run import RunConfig
@@ -105,6 +106,7 @@ def _locate(name: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in a file; every way in which it can be unreadable is one line."""
+    check_regular(_FLAG, path, "give a JSON file")
     try:
         content = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:

@@ -15,7 +15,9 @@ another of the same structure, which has to be asked for, may give others, and t
 """
 
 import functools
+import os
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +163,7 @@ def fetched_archive(
     notify: Notify,
 ) -> Archive:
     """The archive in `folder`, downloaded if it is not there: from `mirrors` in their order, if any, else from where it
-    was published. Errors: those of `download`."""
+    was published. Errors: those of `download`; UsageError: no whole archive is there."""
     known = sha256 == corpus.archive.sha256
     remote = Remote(
         name=corpus.archive.name,
@@ -169,7 +171,13 @@ def fetched_archive(
         num_bytes=corpus.archive.num_bytes if known else None,
         sha256=sha256,
     )
-    return _archive(corpus, download(remote, folder, progress=progress, notify=notify))
+    path = download(remote, folder, progress=progress, notify=notify)
+    if not zipfile.is_zipfile(path):  # without a hash and, from some servers, a size, its end is all that tells
+        aside = path.with_name(f"{path.name}.rejected")
+        os.replace(path, aside)
+        rule = f"is no whole zip archive; it was put aside as {aside.name}"
+        raise usage_error("archive", path, rule, "run the command again to download it anew")
+    return _archive(corpus, path)
 
 
 def preparation(corpus: Published, archive: Archive, prefix: Path, newline: Newline, *, overwrite: bool) -> Preparation:

@@ -45,12 +45,22 @@ def staging_folder(prefix: Path, *, wait: bool) -> Iterator[Path]:
 
 
 def publish(folder: Path, prefix: Path) -> None:
-    """Move the finished files from `folder` to their names, replacing older; the manifest goes first, comes last."""
+    """Move the finished files from `folder` to their names; the manifest goes first, comes last.
+
+    Older files of that name are put aside in `folder` until all is done, and put back when it cannot be done.
+    """
     manifest = manifest_path(prefix)
     targets = [*data_paths(prefix).values(), manifest]
+    for target in targets:
+        if target.is_dir():
+            raise usage_error("output prefix", prefix, f"{target} is a folder", "choose another prefix or remove it")
+    aside: dict[Path, Path] = {}
     placed: list[Path] = []
     try:
-        manifest.unlink(missing_ok=True)
+        for target in reversed(targets):
+            if os.path.lexists(target):
+                aside[target] = folder / f"old-{target.name}"
+                os.replace(target, aside[target])
         for target in targets:
             if target == manifest:
                 _sync_folder(prefix.parent)
@@ -58,9 +68,13 @@ def publish(folder: Path, prefix: Path) -> None:
             os.replace(folder / target.name, target)
         _sync_folder(prefix.parent)
     except BaseException:
-        for target in placed:
+        for target in targets:
             with contextlib.suppress(OSError):  # the error that led here is the one to report
-                target.unlink()
+                if target in placed:
+                    target.unlink()
+            with contextlib.suppress(OSError):
+                if target in aside:
+                    os.replace(aside[target], target)
         raise
 
 

@@ -27,6 +27,7 @@ from megatron_allattn.config import (
     check_vocabulary,
     check_world,
 )
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE
@@ -83,6 +84,7 @@ def read_case(path: Path, tensor_size: int = 1, normalization: Literal["window",
 
     Raises UsageError when it cannot be replayed.
     """
+    check_regular("file", path, _GIVE)
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -206,6 +208,11 @@ def _check_arrays(path: Path, case: Case) -> None:
         raise UsageError(f"{path}: its tokens are not all in 0 … {case.vocab_size - 1}; {_GIVE}")
     if other := sorted(name for name in found if name != "tokens" and case.arrays[name].dtype.kind != "f"):
         raise UsageError(f"{path}: {other[0]} holds no floating-point numbers; {_GIVE}")
+    for name in sorted(name for name in found if name.startswith("init/")):
+        if not np.isfinite(case.arrays[name]).all():
+            raise UsageError(f"{path}: {name} holds NaN or infinity; {_GIVE}")
+        if name.endswith(".span") and not ((case.arrays[name] >= 0) & (case.arrays[name] <= 1)).all():
+            raise UsageError(f"{path}: {name} holds spans outside 0 … 1; {_GIVE}")
 
 
 def _expected_arrays(case: Case) -> dict[str, tuple[int, ...]]:

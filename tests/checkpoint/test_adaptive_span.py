@@ -238,7 +238,9 @@ def _nudge(key: str, amount: float) -> Callable[[dict[str, Any]], object]:
         (_in("", lambda s: s.update(extra=1)), "the file: key extra is unknown"),
         (_in("", lambda s: s.update(model=[])), "its `model` is not a dictionary of named tensors"),
         (_in("", lambda s: s.update(scheduler_iter=8)), "scheduler_iter is 8, its optimizer has made 7 updates"),
-        (_in("", lambda s: s.update(scheduler_iter="7")), "scheduler_iter is '7', expected a number of updates"),
+        (_in("", lambda s: s.update(scheduler_iter="7")), "scheduler_iter is '7', expected a whole number from 0"),
+        (_in("", lambda s: s.update(iter_no="x")), "iter_no is 'x', expected a whole number from 0"),
+        (_in("", lambda s: s.update(iter_no=10**20)), "iter_no is 100000000000000000000, expected a whole number"),
         (_in("", lambda s: s.update(logger={"a": torch.ones(2)})), "logger a: expected plain values, found a Tensor"),
         (_in("model", lambda m: m.pop("module.key_pe")), "model key key_pe: is missing"),
         (_in("model", lambda m: m.pop("module.layers.1.attn.proj_val.weight")), "lacks key layers.1.attn.proj_val.wei"),
@@ -259,7 +261,10 @@ def _nudge(key: str, amount: float) -> Callable[[dict[str, Any]], object]:
             _in("model", lambda m: m.update({"module.layers.1.norm3.bias": torch.ones(32)})),
             "has the unknown key layers.1.norm3.bias",
         ),
-        (_in("model", lambda m: m.update({"bias": torch.ones(3)})), "model key key_pe: is missing"),
+        (
+            _in("model", lambda m: m.update({"bias": torch.ones(3)})),
+            "its `model` has key bias beside others behind module.",
+        ),
         (
             _in("model", _nudge(f"{LAYER}.persistent_memory.adaptive_span._mask.current_val", 1e-6)),
             "model key layers.1.attn.attn.persistent_memory.adaptive_span._mask.current_val is not equal to its other",
@@ -311,7 +316,7 @@ def _nudge(key: str, amount: float) -> Callable[[dict[str, Any]], object]:
         ),
         (
             _in("optimizer.state.2", lambda s: s.update(step=0.5)),
-            "step of output.weight is 0.5, expected a number of upd",
+            "step of output.weight is 0.5, expected a whole number",
         ),
         (
             _in("optimizer.param_groups.0", lambda g: g.update(weight_decay=0.1)),

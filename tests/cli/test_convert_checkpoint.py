@@ -60,6 +60,18 @@ def loaded(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
+def test_the_span_ramp_that_is_assumed_is_told(tool: Tool, tmp_path: Path) -> None:
+    note = "note: the file does not say the span ramp; 32 is assumed (--span-ramp)"
+    assert note in tool(*FROM, CHAR, "--output", tmp_path / "a")[1]
+    assert "note" not in tool(*FROM, CHAR, "--output", tmp_path / "b", "--span-ramp", "32")[1]
+
+
+def test_a_pipe_in_the_place_of_a_vocabulary_is_refused(tool: Tool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "v.json")
+    code, _, errors = tool(*FROM, CHAR, "--output", tmp_path / "run", "--vocabulary", tmp_path / "v.json")
+    assert code == 2 and "v.json: is not a regular file" in errors
+
+
 @pytest.mark.parametrize("name", [*SHAPES, "adaptive_span_char", "adaptive_span_word"])
 def test_there_and_back(tool: Tool, tmp_path: Path, name: str) -> None:
     path = CASES / f"{name}.pt"

@@ -1,6 +1,7 @@
 """DeepSpeed's JSON may decide ZeRO, offload and communication; what contradicts the flags is refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,11 @@ def test_a_stage_that_does_not_exist_is_refused(write: Any, zero: Any, message: 
 def test_missing_files_folders_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^--deepspeed-config \S*/none.json: no such file"):
         configured(tmp_path / "none.json")
-    with pytest.raises(UsageError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         configured(tmp_path)
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        configured(tmp_path / "pipe.json")
     binary = tmp_path / "weights.json"
     binary.write_bytes(b"\x80\x04\xff")
     with pytest.raises(UsageError, match=r"is not valid JSON \('utf-8' codec can't decode byte 0x80 in position 0"):

@@ -96,6 +96,18 @@ def test_download_only(tmp_path: Path, server: FileServer, tool: Callable[..., t
     assert [path.name for path in tmp_path.rglob("*")] == ["zips", "text8.zip"]
 
 
+def test_a_download_without_an_end_is_put_aside(
+    tmp_path: Path, server: FileServer, tool: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Without a hash, and a size that not all servers send, only the archive's own end tells that it is whole."""
+    server.files["/data/cut.zip"] = Served(ARCHIVES["text8"][:-30], length=False)
+    flags = ("--archive-sha256", "none", "--download-dir", "zips", "--download-only")
+    code, output, error = tool("text8", "--mirror", f"{server.url}/data/cut.zip", *flags)
+    assert (code, output) == (2, "")
+    assert "is no whole zip archive; it was put aside as text8.zip.rejected" in error
+    assert tool("text8", "--mirror", f"{server.url}/data/text8.zip", *flags)[0] == 0
+
+
 def test_published_hash_is_asked_for(
     tmp_path: Path, server: FileServer, tool: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -274,6 +274,37 @@ def test_full_disk_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("failing", range(14))
+def test_failure_while_files_are_replaced_leaves_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    prepare(job(tmp_path, b"first" * 20))
+    old = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(old) == 7
+    calls = []
+    replace = os.replace
+
+    def fail_once(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == failing + 1:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_once)
+    with pytest.raises(OSError, match="No space"):
+        prepare(job(tmp_path, b"other" * 20, existing="overwrite"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == old
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    prepare(job(tmp_path, b"first" * 20))
+    (tmp_path / "out" / "P_valid.idx").unlink()
+    (tmp_path / "out" / "P_valid.idx").mkdir()
+    with pytest.raises(UsageError, match=r"P_valid\.idx is a folder"):
+        prepare(job(tmp_path, b"other" * 20, existing="overwrite"))
+    assert outputs(tmp_path) == OUTPUTS
+
+
 @pytest.mark.parametrize("failing", range(7))
 def test_failure_while_files_get_their_names_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int

@@ -1,6 +1,7 @@
 """Case files as docs/reference_cases.md describes them, written by an implementation of our own (tests/support)."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -167,8 +168,16 @@ def test_neither_log_probs_nor_nll_is_refused(tmp_path: Path) -> None:
         ({"config": np.array("{'vocab': 31}")}, "its configuration is not JSON"),
         ({"config": np.array("[31]")}, "its configuration is not a JSON object"),
         ({"config": None}, "it has no configuration"),
+        ({"init__output.bias": np.full(31, np.nan)}, "init/output.bias holds NaN or infinity"),
+        ({"init__layers.0.span": np.full((4, 1, 1), 1.5)}, "init/layers.0.span holds spans outside 0 … 1"),
     ],
 )
 def test_the_reason_is_the_right_one(tmp_path: Path, arrays: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_case(rewrite(record_case(tmp_path / "case.npz", BASE), **arrays))
+
+
+def test_a_pipe_in_the_place_of_a_case_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "case.npz")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        read_case(tmp_path / "case.npz")
