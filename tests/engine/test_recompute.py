@@ -19,7 +19,7 @@ from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, groups_of, run_config
 
 VOCABULARY, BATCH, BLOCK = 61, 8, 32
-TOKENS = np.random.default_rng(7).integers(0, VOCABULARY, (BATCH, 3 * BLOCK + 1))
+TOKENS = np.random.default_rng(7).integers(0, VOCABULARY, (BATCH, 2 * BLOCK + 1))
 VARIANTS = {
     "all-attn": MODEL,
     "transformer": replace(
@@ -39,10 +39,10 @@ def build(case: Case, recompute: str, model: ModelConfig, backend: str, batch: i
 
 
 def _steps(rank: int, world_size: int, case: Case, recompute: str, variant: str, backend: str) -> dict[str, np.ndarray]:
-    """Losses, the second step's gradients, and weights and caches after three steps."""
+    """Losses, the second step's gradients, and weights and caches after it."""
     engine, losses, result = build(case, recompute, VARIANTS[variant], backend, BATCH, BLOCK), [], {}
     own = TOKENS[engine.streams.start : engine.streams.stop]
-    for step in range(3):
+    for step in range(2):
         inputs, targets = (own[:, step * BLOCK + shift : (step + 1) * BLOCK + shift] for shift in (0, 1))
         losses.append(engine.forward_backward(inputs, targets, step + 1, engine.spans()))
         if step == 1:
@@ -71,7 +71,6 @@ def check(
     [
         Case(2, 1, 0, 2, "adam"),
         *(Case(1, 2, zero, 2, "adagrad", "float32", "deepspeed") for zero in range(4)),
-        Case(2, 1, 3, 1, "adam", "float32", "deepspeed"),
         Case(1, 2, 3, 1, "adam", "bfloat16", "deepspeed"),
     ],
     ids=str,
@@ -89,12 +88,12 @@ def test_whole_layers_with_the_eager_backend(pools: WorkerPools) -> None:
     check(pools, Case(2, 1, 3, 1, "adam", "float32", "deepspeed"), ["full"], backend="eager")
 
 
-WIDE = ModelConfig(num_layers=6, hidden_size=64, num_attention_heads=4, persistent_memory_size=32, span_ramp=8)
+DEEPSPEED = Case(engine="deepspeed")
+WIDE = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, persistent_memory_size=32, span_ramp=8)
 
 
-@pytest.mark.parametrize("engine", ["plain", "deepspeed"])
-def test_the_peak_falls(engine: str, pools: WorkerPools) -> None:
-    peaks = [pools(1).run(_peak, Case(engine=engine), recompute)[0] for recompute in ("none", "selective", "full")]
+def test_the_peak_falls(pools: WorkerPools) -> None:
+    peaks = [pools(1).run(_peak, DEEPSPEED, recompute)[0] for recompute in ("none", "selective", "full")]
     vectors = 4 * 4 * 512 * WIDE.hidden_size  # bytes of as many hidden states as a step has tokens
     assert peaks[0] - peaks[1] > 0.8 * 3 * (WIDE.num_layers - 1) * vectors  # q, k and v
     assert peaks[1] - peaks[2] > 0.8 * 2 * (WIDE.num_layers - 1) * vectors  # and outputs of heads and of sublayers
