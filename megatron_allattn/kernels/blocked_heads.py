@@ -216,14 +216,14 @@ class Heads:
         """The columns of distances of a row buffer, [tiles, T, S]."""
         return buffer.view(-1, self.tile, self.width)[:, :, : self.span]
 
-    def _add_context(self, rows: Tensor, memory: Tensor, unit: _Unit, out: Tensor) -> None:
-        """Add rows · memory to the distances of a row buffer."""
-        tiles, context = rows.view(-1, self.tile, self.size), self._context(out)
+    def _context_products(self, rows: Tensor, memory: Tensor, unit: _Unit) -> Iterator[tuple[slice, Tensor]]:
+        """rows · memory of a stream after the other, [its tiles, T, S], with their place; lost at the next one."""
+        tiles = rows.view(-1, self.tile, self.size)
         for stream, place in self._streams_of(unit):
             seen = self._windows(memory, stream, unit)
             skewed = self._take("products", len(seen), self.tile, seen.shape[1])
             torch.bmm(tiles[place], seen.transpose(1, 2), out=skewed)
-            context[place] += by_distance(skewed, self.span)
+            yield place, by_distance(skewed, self.span)
 
     def _skew(self, buffer: Tensor) -> Tensor:
         """The distances of a row buffer by position, [tiles, T, S + T − 1], zero off the band."""
@@ -236,12 +236,14 @@ class Heads:
         """The softmax over context and persistent vectors of a unit's rows, [R, S + N], before dropout."""
         a = self._take("weights", unit.rows, self.width)
         torch.mm(q, self.key_table, out=a)
-        self._add_context(q, self.keys, unit, a)
+        context = self._context(a)
+        for place, product in self._context_products(q, self.keys, unit):
+            context[place] += product
         if self.bias is not None:
             a[:, : len(self.bias)] += self.bias
         empty = self._empty(unit) if self._cached < self.span else None
         if empty is not None:
-            self._context(a).masked_fill_(empty, -torch.inf)
+            context.masked_fill_(empty, -torch.inf)
         torch.softmax(a, -1, out=a)
         if empty is not None and self.persistent == 0 and self._cached == 0 and unit.tiles.start == 0:
             a.view(len(unit.streams), -1, self.width)[:, 0] = 0  # the first token has nothing to look at
@@ -327,8 +329,12 @@ class Heads:
         self._add_to_memory(self._skew(dropped), dy, dvalues, unit)
 
         torch.mm(dy, self.value_table, out=da[:, self.first_value :])
-        da[:, : self.first_value] = 0
-        self._add_context(dy, self.values, unit, da)
+        context = self._context(da)
+        for place, product in self._context_products(dy, self.values, unit):
+            if self.first_value:
+                context[place] = product
+            else:  # positions are on the value side: their part is there
+                context[place] += product
         if self._rows is not None:
             self._mask.apply_(da)
         if total is not None:

@@ -43,7 +43,7 @@ def _squared_norm(flat: Tensor) -> Tensor:
 def adagrad_(tensors: Tensors, grads: Tensors, sums: Tensors, rates: Sequence[float], eps: float) -> None:
     """sum ← sum + g²; p ← p − rate · g / (√sum + eps), with a rate for each tensor."""
     grads = [grad.contiguous() for grad in grads]
-    (adagrad_foreach if tensors[0].is_cuda else _adagrad_fused)(tensors, grads, sums, rates, eps)
+    (_adagrad_fused if tensors[0].device.type == "cpu" else adagrad_foreach)(tensors, grads, sums, rates, eps)
 
 
 def _adagrad_fused(tensors: Tensors, grads: Tensors, sums: Tensors, rates: Sequence[float], eps: float) -> None:

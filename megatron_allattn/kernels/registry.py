@@ -58,7 +58,7 @@ def choose_backend(
         return AttentionBackend(name, f"{name} ({passed or 'the fastest where it can run'})", BACKENDS[name]())
     if choice not in BACKENDS:
         raise ValueError(f"--attention-backend {choice}: known are auto, {', '.join(sorted(BACKENDS))}")
-    if (obstacle := obstacles[choice]) is not None:
+    if (obstacle := obstacles.get(choice)) is not None:
         raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or eager")
     return AttentionBackend(choice, f"{choice} (asked for)", BACKENDS[choice]())
 

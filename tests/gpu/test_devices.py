@@ -32,8 +32,10 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device has shapes and types only; the gradient norm is read as a number at the end of a step."""
+    """The meta device has shapes and types only; the gradient norm is read as a number at the end of a step, and so are
+    the scales of Adagrad's steps."""
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 0.0)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: [0.0] * tensor.numel())
 
 
 def engine(model: ModelConfig, optimizer: str, dtype: torch.dtype) -> PlainEngine:

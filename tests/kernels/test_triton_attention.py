@@ -89,10 +89,15 @@ def test_what_it_cannot_do_is_refused_and_auto_says_why(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that the device is no reason
     arguments = (torch.device("cpu"), dtype, head_size, normalization)
-    with pytest.raises(ValueError, match=f"^--attention-backend triton: {reason}; choose auto or blocked$"):
+    with pytest.raises(ValueError, match=f"^--attention-backend triton: {reason}; choose auto or eager$"):
         choose_backend("triton", *arguments)
     chosen = choose_backend("auto", *arguments)
     assert (chosen.name, chosen.note) == ("blocked", f"blocked (not triton: {reason})")
+    half = choose_backend("auto", torch.device("cpu"), torch.float16, 48)
+    assert half.note == (
+        "eager (not triton: heads have 48 channels, it has 16, 32, 64, 128; "
+        "not blocked: its masks need more bits than float16 has)"
+    )
 
 
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
