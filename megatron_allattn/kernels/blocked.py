@@ -8,14 +8,18 @@ at most q, k and v of the block (`keep_projections`).
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.blocked_heads import Gradients, Heads
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
 from megatron_allattn.kernels.workspace import Workspace
+from megatron_allattn.parallel.random import keep_scale
 
 
 class Blocked:
@@ -52,20 +56,41 @@ class Blocked:
         )
 
 
-def project(block: Tensor, weights: LayerWeights) -> list[Tensor]:
-    """q (divided by √K), k and v of the local heads, each [B·M, H·K]."""
+@dataclass(frozen=True)
+class Projected:
+    """q (divided by √K) [B·M, H·K] of the local heads, and k beside v of each of them [B·M, H·2·K]."""
+
+    q: Tensor
+    kv: Tensor
+
+
+def memory_weight(weights: LayerWeights) -> Tensor:
+    """W_k and W_v of every head, one above the other, [H, 2·K, D]."""
+    size = weights.position_key.shape[1]
+    return torch.cat([weight.unflatten(0, (-1, size)) for weight in (weights.key, weights.value)], dim=1)
+
+
+def project(block: Tensor, weights: LayerWeights, memory: Tensor) -> Projected:
+    """Of a block [B, M, D], with `memory_weight`."""
     rows = block.flatten(0, 1)
-    q, k, v = (rows @ weight.t() for weight in (weights.query, weights.key, weights.value))
+    q = rows @ weights.query.t()
     q *= 1.0 / math.sqrt(weights.position_key.shape[1])
-    return [q, k, v]
+    return Projected(q, rows @ memory.flatten(0, 1).t())
 
 
-def outputs(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All heads' outputs, [B·M, H·K], from what `project` gives."""
-    y = torch.empty_like(q)
-    for index, columns in heads.columns():
-        heads.select(index, q[:, columns], k[:, columns], v[:, columns])
-        heads.forward(y[:, columns])
+def whole_tiles(block: Tensor) -> Tensor:
+    """The block with zeros behind it, so that tiles divide its length."""
+    tiles, tile = tiling(block.shape[1])
+    missing = tiles * tile - block.shape[1]
+    return F.pad(block, (0, 0, 0, missing)) if missing else block
+
+
+def outputs(heads: Heads, projected: Projected) -> Tensor:
+    """All heads' outputs, [B·M, H·K], without the scale of dropout."""
+    y = torch.empty_like(projected.q)
+    for index in range(heads.count):
+        heads.select(index, projected.q, projected.kv)
+        heads.forward(y)
     return y
 
 
@@ -73,29 +98,51 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, cache: Tensor, *rest: Any) -> Tensor:
         *tensors, call = rest
+        _, settings, state = call
         weights = LayerWeights(*tensors)
-        q, k, v = project(block, weights)
-        y = outputs(Heads(block, cache, weights, *call), q, k, v)
+        whole, memory = whole_tiles(block), memory_weight(weights)
+        projected = project(whole, weights, memory)
+        y = outputs(Heads(whole, cache, weights, memory, *call), projected)
+        y *= dropout_scale(settings, state)
         ctx.call = call
-        _, settings, _ = call
-        ctx.save_for_backward(block, cache, *tensors, *((q, k, v) if settings.keep_projections else ()))
-        return y.unflatten(0, block.shape[:2])
+        kept = (projected.q, projected.kv) if settings.keep_projections else ()
+        ctx.save_for_backward(block, cache, *tensors, *kept)
+        return y.unflatten(0, whole.shape[:2])[:, : block.shape[1]]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, cache, *saved = ctx.saved_tensors
+        _, settings, state = ctx.call
         count = len(LayerWeights.__dataclass_fields__)
-        weights = LayerWeights(*saved[:count])
-        q, k, v = saved[count:] or project(block, weights)
-        rows, dy = block.flatten(0, 1), dy.flatten(0, 1)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        heads, grads = Heads(block, cache, weights, *ctx.call), Gradients.of(weights)
-        for index, columns in heads.columns():
-            heads.select(index, q[:, columns], k[:, columns], v[:, columns])
-            heads.backward(dy[:, columns], dq[:, columns], dk[:, columns], dv[:, columns], grads)
+        weights, kept = LayerWeights(*saved[:count]), saved[count:]
+        whole, memory = whole_tiles(block), memory_weight(weights)
+        projected = Projected(*kept) if kept else project(whole, weights, memory)
+        rows = whole.flatten(0, 1)
+        dy = whole_tiles(dy).flatten(0, 1) * dropout_scale(settings, state)
+        dq, dkv = torch.empty_like(projected.q), torch.empty_like(projected.kv)
+        heads, grads = Heads(whole, cache, weights, memory, *ctx.call), Gradients.of(weights, memory)
+        for index in range(heads.count):
+            heads.select(index, projected.q, projected.kv)
+            heads.backward(dy, dq, dkv, grads)
         dq *= 1.0 / math.sqrt(weights.position_key.shape[1])
-        block_grad = torch.mm(dq, weights.query).addmm_(dk, weights.key).addmm_(dv, weights.value)
-        for gradient, outer in ((grads.query, dq), (grads.key, dk), (grads.value, dv)):
-            gradient.addmm_(outer.t(), rows)
-        return block_grad.view_as(block), None, *grads.cast(weights), None
+        dblock = torch.mm(dq, weights.query).addmm_(dkv, memory.flatten(0, 1))
+        grads.memory.flatten(0, 1).addmm_(dkv.t(), rows)
+        dkey, dvalue = (part.flatten(0, 1) for part in grads.memory.chunk(2, dim=1))
+        return (
+            dblock.unflatten(0, whole.shape[:2])[:, : block.shape[1]],
+            None,
+            dq.t() @ rows,
+            dkey,
+            dvalue,
+            grads.persistent_key,
+            grads.persistent_value,
+            heads.span_gradient(),
+            grads.position_key.to(block.dtype),
+            None,
+        )
+
+
+def dropout_scale(settings: AttentionSettings, state: BlockState) -> float:
+    """What kept weights are multiplied by."""
+    return 1.0 if state.dropout_keys is None else keep_scale(settings.dropout)

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.blocked import outputs, project
+from megatron_allattn.kernels.blocked import memory_weight, outputs, project, whole_tiles
 from megatron_allattn.kernels.blocked_heads import Heads
 from megatron_allattn.kernels.interface import (
     AttentionSettings,
@@ -56,14 +56,16 @@ class CachedAttention:
             self._layers[state.layer] = _Layer(block_BMD, weights, settings, state)
         layer = self._layers[state.layer]
         assert layer.length == state.cached, f"{state.cached} tokens have passed, {layer.length} of them through here"
-        q, k, v = project(block_BMD, weights)
+        whole, memory = whole_tiles(block_BMD), memory_weight(weights)
+        projected = project(whole, weights, memory)
         if block_BMD.shape[1] == 1:
-            y = layer.attend_to_one(q, weights)
+            y = layer.attend_to_one(projected.q, weights)
         else:
-            y = outputs(_CachedHeads(layer, block_BMD, weights, self._workspace, settings, state), q, k, v)
-        k_BMX, v_BMX = (rows.unflatten(0, block_BMD.shape[:2]) for rows in (k, v))
-        layer.append(k_BMX, v_BMX)
-        return y.unflatten(0, block_BMD.shape[:2])
+            y = outputs(_CachedHeads(layer, whole, weights, memory, self._workspace, settings, state), projected)
+        length = block_BMD.shape[1]
+        kv_BMH2K = projected.kv.view(*whole.shape[:2], len(state.heads), 2, -1)[:, :length]
+        layer.append(*(rows.flatten(2) for rows in kv_BMH2K.unbind(3)))
+        return y.unflatten(0, whole.shape[:2])[:, :length]
 
     def repeat(self, count: int) -> None:
         """Go on with `count` copies of every stream, side by side: several continuations of one beginning."""
@@ -194,17 +196,19 @@ class _CachedHeads(Heads):
         layer: _Layer,
         block: Tensor,
         weights: LayerWeights,
+        memory: Tensor,
         workspace: Workspace,
         settings: AttentionSettings,
         state: BlockState,
     ) -> None:
-        super().__init__(block, block[:, :0], weights, workspace, settings, state)
+        super().__init__(block, block[:, :0], weights, memory, workspace, settings, state)
         self._layer = layer
         if settings.empty_cache == "mask":
             self._cached = state.cached
 
-    def _remember(self, name: str, weight: Tensor, out: Tensor) -> None:
-        before = self._layer.before(name, self.index)
-        fill = out.shape[1] - before.shape[1]
-        out[:, :fill] = 0
-        out[:, fill:] = before
+    def _remember(self, out: Tensor) -> None:
+        for name, part in (("keys", out[:, :, : self.size]), ("values", out[:, :, self.size :])):
+            before = self._layer.before(name, self.index)
+            fill = part.shape[1] - before.shape[1]
+            part[:, :fill] = 0
+            part[:, fill:] = before
