@@ -18,7 +18,7 @@ from megatron_allattn.benchmark.networks import SEED, Z
 from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summarize
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
-from megatron_allattn.kernels.registry import choose_backend
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.span import cache_length, look_back, window_length
 from megatron_allattn.model.work import flops_by_part
 from megatron_allattn.parallel.random import DropoutKeys
@@ -49,8 +49,8 @@ class Attention:
         self.case, self.device, self.number = case, torch.device(case.device), 0
         model, self.dtype = case.model, getattr(torch, case.dtype)
         heads, hidden = model.num_attention_heads, model.hidden_size
-        size, length, vectors = hidden // heads, model.max_attention_span, model.persistent_memory_size
-        self.backend = choose_backend(case.backend, self.device, self.dtype, size)
+        size, length, vectors = model.head_size, model.max_attention_span, model.persistent_memory_size
+        self.backend = backend_of(model, case.backend, self.device, self.dtype)
         self._generator = torch.Generator().manual_seed(SEED)
         self.settings = AttentionSettings(
             max_span=length,

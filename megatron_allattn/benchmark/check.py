@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 
 from megatron_allattn.benchmark.attention import Attention, AttentionCase
-from megatron_allattn.config import ModelConfig
-from megatron_allattn.kernels.registry import BACKENDS, choose_backend
+from megatron_allattn.config import ModelConfig, UsageError
+from megatron_allattn.kernels.registry import BACKENDS
+from megatron_allattn.model.backends import backend_of
 
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
 
@@ -60,9 +61,8 @@ def compare_backends(device: torch.device) -> Iterator[Comparison]:
             part = f"attention {backend}, {dtype}"
             try:
                 for case in CASES.values():
-                    size = case.model.hidden_size // case.model.num_attention_heads
-                    choose_backend(backend, device, getattr(torch, dtype), size)
-            except ValueError as error:
+                    backend_of(case.model, backend, device, getattr(torch, dtype))
+            except UsageError as error:
                 yield Comparison(part, "left out", str(error))
                 continue
             yield _compare(part, backend, dtype, device)

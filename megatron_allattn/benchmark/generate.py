@@ -18,7 +18,8 @@ from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.interface import Spans, find_spans, local_spans
 from megatron_allattn.inference.decoding import PROMPT_BLOCK
 from megatron_allattn.inference.reader import Reader
-from megatron_allattn.kernels.registry import Attend, choose_backend
+from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.network import Network
 
 RECOMPUTE = "recompute"
@@ -75,7 +76,7 @@ def measure_generation(
 ) -> dict[str, Any]:
     """Seconds per token at each position and by recomputing, and how many times faster the last position is."""
     device, dtype = torch.device(case.device), DTYPES[case.dtype]
-    backend = choose_backend("auto", device, dtype, case.model.hidden_size // case.model.num_attention_heads)
+    backend = backend_of(case.model, "auto", device, dtype)
     network = random_network(case.model, case.vocab_size, case.z, device, dtype, backend.attend)
     network.requires_grad_(False).fold_scales()
     spans = find_spans(network, local_spans(network))

@@ -17,8 +17,8 @@ from megatron_allattn.benchmark.peers import PEERS
 from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summarize
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.interface import find_spans, local_spans
-from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.parallel.random import DropoutKeys
 
 MACHINE = "machine"
@@ -42,8 +42,7 @@ class OwnLayers(nn.Module):
 
     def __init__(self, case: LayerCase, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        head_size = case.model.hidden_size // case.model.num_attention_heads
-        backend = choose_backend(case.layer, device, dtype, head_size)
+        backend = backend_of(case.model, case.layer, device, dtype)
         network = random_network(case.model, 2, case.z, device, dtype, backend.attend)
         spans = find_spans(network, local_spans(network))
         keys = DropoutKeys(SEED, 1, torch.arange(case.batch, dtype=torch.int32, device=device))

@@ -18,8 +18,8 @@ from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summar
 from megatron_allattn.benchmark.workers import Worker
 from megatron_allattn.config import ModelConfig, Recompute
 from megatron_allattn.engine.interface import Spans, find_spans, local_spans
-from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.work import step_flops
 from megatron_allattn.parallel.random import DropoutKeys
 
@@ -47,8 +47,7 @@ class TrainingStep:
     def __init__(self, case: StepCase) -> None:
         self.case, self.device, self.number = case, torch.device(case.device), 0
         model, dtype = case.model, DTYPES[case.dtype]
-        head_size = model.hidden_size // model.num_attention_heads
-        self.backend = choose_backend(case.backend, self.device, dtype, head_size)
+        self.backend = backend_of(model, case.backend, self.device, dtype)
         attend = self.backend.attend
         self.network = random_network(model, case.vocab_size, case.z, self.device, dtype, attend, case.recompute)
         tokens = zipf_tokens(case.vocab_size, case.batch, case.block + 1).to(self.device)

@@ -82,6 +82,11 @@ class ModelConfig:
         return tuple(int(part) for part in self.adaptive_cutoffs.split(",")) if self.adaptive_cutoffs else ()
 
     @property
+    def head_size(self) -> int:
+        """Channels of a head, K."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def num_context_heads(self) -> int:
         """Heads of a layer that attend to the context, and so have a span."""
         return self.num_attention_heads // 2 if self.variant == "head-split" else self.num_attention_heads

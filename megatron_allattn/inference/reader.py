@@ -7,12 +7,13 @@ for, to hold one against the other; it sees earlier blocks through hidden states
 import torch
 from torch import Tensor
 
-from megatron_allattn.config import ModelConfig, UsageError
+from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.kernels.cached import CachedAttention
-from megatron_allattn.kernels.registry import Attend, choose_backend
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.network import Network
 
 
@@ -57,13 +58,7 @@ def named_attend(name: str, model: ModelConfig, device: torch.device, dtype: tor
 
     Raises UsageError where it is unknown or cannot run here.
     """
-    if name == "cached":
-        return None
-    try:
-        head_size = model.hidden_size // model.num_attention_heads
-        return choose_backend(name, device, dtype, head_size, model.span_normalization).attend
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return None if name == "cached" else backend_of(model, name, device, dtype).attend
 
 
 class _NoStates:

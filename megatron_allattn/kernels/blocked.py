@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.blocked_heads import Gradients, Heads
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
+from megatron_allattn.kernels.memory import memory_weight
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_scale
 
@@ -42,18 +43,7 @@ class Blocked:
         state: BlockState,
     ) -> Tensor:
         check_shapes(block_BMD, cache_BCD, weights, state)
-        return _Attend.apply(
-            block_BMD,
-            cache_BCD,
-            weights.query,
-            weights.key,
-            weights.value,
-            weights.persistent_key,
-            weights.persistent_value,
-            weights.span,
-            weights.position_key,
-            (self._workspace, settings, state),
-        )
+        return _Attend.apply(block_BMD, cache_BCD, *weights.tensors(), (self._workspace, settings, state))
 
 
 @dataclass(frozen=True)
@@ -62,12 +52,6 @@ class Projected:
 
     q: Tensor
     kv: Tensor
-
-
-def memory_weight(weights: LayerWeights) -> Tensor:
-    """W_k and W_v of every head, one above the other, [H, 2·K, D]."""
-    size = weights.position_key.shape[1]
-    return torch.cat([weight.unflatten(0, (-1, size)) for weight in (weights.key, weights.value)], dim=1)
 
 
 def project(block: Tensor, weights: LayerWeights, memory: Tensor) -> Projected:
@@ -114,8 +98,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, cache, *saved = ctx.saved_tensors
         _, settings, state = ctx.call
-        count = len(LayerWeights.__dataclass_fields__)
-        weights, kept = LayerWeights(*saved[:count]), saved[count:]
+        weights, kept = LayerWeights.split(saved)
         whole, memory = whole_tiles(block), memory_weight(weights)
         projected = Projected(*kept) if kept else project(whole, weights, memory)
         rows = whole.flatten(0, 1)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import add_windows_, by_distance, tiling, windows
 from megatron_allattn.kernels.dropout import TileMask, tile_columns
-from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, distances_seen, span_slope
+from megatron_allattn.kernels.interface import (
+    AttentionSettings,
+    BlockState,
+    LayerWeights,
+    distances_seen,
+    smallest_mask,
+    span_slope,
+)
+from megatron_allattn.kernels.memory import project_cache
 from megatron_allattn.kernels.workspace import Workspace
 
 ROWS = 1024  # of a unit, where a stream's tiles allow: 5 MB in float32 with S + N = 1200
@@ -98,8 +106,7 @@ class Heads:
             self._masks = slope.clamp(0, 1)
             self._dmasks = torch.zeros_like(slope)
             if not self._renormalize:
-                # At the mask's end m = 0 has a gradient: a number too small to be seen in the output stands for it.
-                self._masks.clamp_(_tiny(wide))
+                self._masks.clamp_(smallest_mask(wide))
                 bias = self._masks.log().masked_fill_(slope < 0, -torch.inf)
         self._bias = bias.masked_fill_(beyond, -torch.inf)
 
@@ -128,11 +135,7 @@ class Heads:
 
     def _remember(self, out: Tensor) -> None:
         """Put k and v of the S positions before the block into `out` [B, S, 2·K]; zeros where nothing was cached."""
-        known = min(self.span, self.cache.shape[1])
-        out[:, : self.span - known] = 0
-        if known:
-            weight = self.memory_weight[self.index].t().expand(self.batch, -1, -1)
-            torch.bmm(self.cache[:, self.cache.shape[1] - known :], weight, out=out[:, self.span - known :])
+        project_cache(self.cache, self.memory_weight[self.index], out)
 
     def _tables(self, seen: int) -> None:
         """What scores and outputs multiply besides k and v: positions and persistent vectors side by side, [K, S + N].
@@ -369,8 +372,3 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 def _even(length: int) -> int:
     return length + length % 2
-
-
-def _tiny(dtype: torch.dtype) -> float:
-    """A mask that no output shows, and whose gradient is still exact."""
-    return 2.0**-100 if dtype == torch.float64 else 2.0**-40

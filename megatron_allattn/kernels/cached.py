@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.blocked import memory_weight, outputs, project, whole_tiles
+from megatron_allattn.kernels.blocked import outputs, project, whole_tiles
 from megatron_allattn.kernels.blocked_heads import Heads
 from megatron_allattn.kernels.interface import (
     AttentionSettings,
@@ -26,6 +26,7 @@ from megatron_allattn.kernels.interface import (
     distances_seen,
     span_mask,
 )
+from megatron_allattn.kernels.memory import memory_weight
 from megatron_allattn.kernels.workspace import Workspace
 
 SLACK = 64  # tokens that are written behind a head's rows before they move back to the front

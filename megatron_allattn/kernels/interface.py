@@ -20,8 +20,9 @@ Shape letters: B streams, M block, C cached positions, W window, D hidden size, 
 vectors, L maximum span.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ class LayerWeights:
     persistent_value: Tensor | None
     span: Tensor | None
     position_key: Tensor
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of the fields, as an autograd function takes and returns them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def split(cls, tensors: Sequence[Any]) -> "tuple[LayerWeights, Sequence[Any]]":
+        """The inverse of `tensors` on the first of `tensors`, and the rest."""
+        count = len(fields(cls))
+        return cls(*tensors[:count]), tensors[count:]
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,12 @@ def distances_seen(adaptive: bool, settings: AttentionSettings, state: BlockStat
 def span_slope(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:
     """(R + z·L + 1 − x) / R, the span mask before its clamp, for z [H, 1, 1] and distances x [W] ≥ 1; [H, 1, W]."""
     return (ramp + 1 - distances + span * max_span) / ramp
+
+
+def smallest_mask(dtype: torch.dtype) -> float:
+    """Stands for a mask of 0 at its end, where it has a gradient: too small for the output to show it, so that the
+    gradient, divided by it, is exact. dtype: float32 or float64."""
+    return 2.0**-100 if dtype == torch.float64 else 2.0**-40
 
 
 def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:

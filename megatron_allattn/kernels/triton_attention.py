@@ -49,18 +49,7 @@ class Triton:
         state: BlockState,
     ) -> Tensor:
         check_shapes(block_BMD, cache_BCD, weights, state)
-        return _Attend.apply(
-            block_BMD,
-            cache_BCD,
-            weights.query,
-            weights.key,
-            weights.value,
-            weights.persistent_key,
-            weights.persistent_value,
-            weights.span,
-            weights.position_key,
-            (self._tiles, settings, state),
-        )
+        return _Attend.apply(block_BMD, cache_BCD, *weights.tensors(), (self._tiles, settings, state))
 
 
 def _launch(
@@ -118,9 +107,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, cache, *saved = ctx.saved_tensors
-        count = len(LayerWeights.__dataclass_fields__)
-        weights, launch = LayerWeights(*saved[:count]), ctx.launch
-        y, lse, *kept = saved[count:]
+        (weights, (y, lse, *kept)), launch = LayerWeights.split(saved), ctx.launch
         q, kv = kept or _project(block, cache, weights, launch)
         positions = position_rows(weights.position_key, launch.packing.longest)
         between = launch.between(q, positions, stack_vectors(weights, launch.packing))

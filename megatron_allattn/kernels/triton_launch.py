@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.interface import AttentionSettings
+from megatron_allattn.kernels.interface import AttentionSettings, smallest_mask
 from megatron_allattn.kernels.triton_columns import context_gradient, persistent_gradient
 from megatron_allattn.kernels.triton_layout import Packing, round_up
 from megatron_allattn.kernels.triton_positions import add_positions, position_gradient, position_products
 from megatron_allattn.kernels.triton_rows import backward_rows, forward_rows
 from megatron_allattn.parallel.random import drop_threshold, keep_scale
 
-SMALLEST = 2.0**-40  # stands for a mask of 0 at its end: the output does not show it, and its gradient is exact
 PROGRAMS = 512  # the persistent gradient is cut into at least so many, a few for each processor of a large GPU
 
 
@@ -143,7 +142,7 @@ class Launch:
             "reaches": self.packing.table if self.reach is None else self.reach,  # with fixed spans it is not read
             "ramp": self.settings.ramp,
             "ADAPTIVE": self.reach is not None,
-            "SMALLEST": SMALLEST,
+            "SMALLEST": smallest_mask(torch.float32),  # the kernels' own arithmetic
         }
 
     def between(self, q: Tensor, positions: Tensor, persistent: Tensor) -> Between:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_allattn.kernels.interface import LayerWeights
+from megatron_allattn.kernels.memory import memory_weight, project_cache
 
 ALIGNMENT = 16  # padded spans are multiples: 32 bytes of half precision, and what tiles of tensor cores want
 
@@ -59,22 +60,13 @@ class Packing:
             yield head, kv[start : start + self.batch * span].view(self.batch, span, -1)
 
 
-def stacked(weights: LayerWeights, heads: int) -> Tensor:
-    """W_k and W_v of each head, [H, 2K, D]."""
-    return torch.cat([weight.unflatten(0, (heads, -1)) for weight in (weights.key, weights.value)], dim=1)
-
-
 def project_kv(block: Tensor, cache: Tensor, weights: LayerWeights, packing: Packing) -> Tensor:
     """Keys and values of the block, and of the cache as far as each head sees; zeros where nothing was cached."""
-    weight = stacked(weights, packing.heads)
+    weight = memory_weight(weights)
     kv = packing.new_kv(weights.position_key.shape[1], block)
     torch.mm(block.flatten(0, 1), weight.flatten(0, 1).t(), out=packing.block_rows(kv))
     for head, rows in packing.cached_rows(kv):
-        known = min(rows.shape[1], cache.shape[1])
-        rows[:, : rows.shape[1] - known] = 0
-        if known:
-            seen = cache[:, cache.shape[1] - known :]
-            rows[:, rows.shape[1] - known :] = torch.bmm(seen, weight[head].t().expand(len(seen), -1, -1))
+        project_cache(cache, weight[head], rows)
     return kv
 
 
@@ -82,7 +74,7 @@ def kv_gradients(
     dkv: Tensor, block: Tensor, cache: Tensor, weights: LayerWeights, packing: Packing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the gradients of `project_kv`'s result to those of the block [B·M, D], of W_k and of W_v."""
-    weight, of_block = stacked(weights, packing.heads), packing.block_rows(dkv)
+    weight, of_block = memory_weight(weights), packing.block_rows(dkv)
     dblock = of_block @ weight.flatten(0, 1)
     dweight = (of_block.t() @ block.flatten(0, 1)).view_as(weight)
     for head, rows in packing.cached_rows(dkv):

@@ -116,7 +116,7 @@ def _attention(name: str, model: ModelConfig, shape: Shape, window: int, gradien
     T, B, M, D = shape.tokens, shape.batch, shape.block, model.hidden_size
     joint = model.persistent_memory_size if model.variant == "all-attn" else 0  # columns beside the context's
     heads = model.num_context_heads // shape.ranks
-    narrow = heads * (D // model.num_attention_heads)  # width of q, k and v on this rank
+    narrow = heads * model.head_size  # width of q, k and v on this rank
     rows = B * heads * M
     span, dropped = model.adaptive_span, model.attention_dropout > 0
 
@@ -150,7 +150,7 @@ def _blocked_attention(name: str, model: ModelConfig, shape: Shape, gradients: i
     """The same by the blocked backend, without its scratch memory (`blocked_scratch`)."""
     T, D = shape.tokens, model.hidden_size
     joint = model.persistent_memory_size if model.variant == "all-attn" else 0
-    narrow = model.num_context_heads // shape.ranks * (D // model.num_attention_heads)
+    narrow = model.num_context_heads // shape.ranks * model.head_size
     projections, vectors = 3 * T * narrow, 2 * joint * narrow  # q, k and v; persistent vectors times their scales
     kept = 2 * T * D + T * narrow + vectors + (0 if selective else projections)  # and the add-norm and y
     forward = vectors + T * narrow + max(projections, kept - vectors - T * narrow + T * D)
@@ -165,7 +165,7 @@ def blocked_scratch(model: ModelConfig, shape: Shape, longest: int) -> int:
 
     The backend itself says so, from a pass over tensors without memory.
     """
-    size = model.hidden_size // model.num_attention_heads
+    size = model.head_size
     joint = model.persistent_memory_size if model.variant == "all-attn" else 0
 
     def empty(*sizes: int) -> Tensor:

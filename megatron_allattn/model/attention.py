@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
         name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
         assert num_heads % group.size == 0
         linear = Init("uniform", 1.0 / math.sqrt(size))
-        context_shape = (num_heads * (size // config.num_attention_heads), size)
+        context_shape = (num_heads * config.head_size, size)
         self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", (size, size), 0, linear), group)
         self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", context_shape, 0, linear), group)
         self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", context_shape, 0, linear), group)
@@ -148,5 +148,6 @@ def attention_settings(config: ModelConfig) -> AttentionSettings:
 
 def memory_of_heads(config: ModelConfig, layer: int, num_heads: int, group: Group) -> PersistentMemory:
     """The persistent vectors of `num_heads` heads of a layer, each with its own."""
-    head_size = config.hidden_size // config.num_attention_heads
-    return PersistentMemory(f"layers.{layer}.persistent", num_heads, head_size, config.persistent_memory_size, group)
+    return PersistentMemory(
+        f"layers.{layer}.persistent", num_heads, config.head_size, config.persistent_memory_size, group
+    )

@@ -39,11 +39,8 @@ class Network(nn.Module):
         """recompute: `--recompute-granularity`, what is computed again in backward instead of being kept."""
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
-        size = config.hidden_size
         self.embedding, output = build_vocabulary(config, vocab_size, group)
-        self.position = PositionEmbedding(
-            "position", size // config.num_attention_heads, config.max_attention_span, group
-        )
+        self.position = PositionEmbedding("position", config.head_size, config.max_attention_span, group)
         self.layers = nn.ModuleList(
             build_block(config, layer, group, fused, attend, recompute) for layer in range(config.num_layers)
         )

@@ -57,7 +57,7 @@ class HeadSplit(SelfAttention):
 
     def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
         super().__init__(config, layer, attend, group)
-        self.head_size = config.hidden_size // config.num_attention_heads
+        self.head_size = config.head_size
         self.persistent = memory_of_heads(config, layer, config.num_attention_heads - config.num_context_heads, group)
 
     def local_heads(

@@ -84,7 +84,7 @@ def flops_by_part(
     """`step_flops` by part: `embedding`, `block`, `cached`, `attention` (scores and values), `out`, `memory` (of
     variants), `feed-forward`, `output`; the layers' parts are sums over layers."""
     tokens, heads = batch * block, config.num_context_heads
-    size = config.hidden_size // config.num_attention_heads
+    size = config.head_size
     narrow = heads * size
     if len(look_back) != config.num_layers or any(len(layer) != heads for layer in look_back):
         raise ValueError(f"look_back {[len(layer) for layer in look_back]}: {config.num_layers} layers × {heads} heads")
@@ -116,7 +116,7 @@ def _layer(
 ) -> dict[str, Work]:
     """One layer's parts."""
     tokens, D, N = batch * block, config.hidden_size, config.persistent_memory_size
-    size = D // config.num_attention_heads
+    size = config.head_size
     narrow, split = len(reach) * size, config.num_context_heads != config.num_attention_heads
     queries = D if split or not N or config.variant == "all-attn" else 2 * D  # others project the queries once more
     block_work = _product(2 * tokens * D * (D + 2 * narrow), training, executed=2 * tokens * D * (queries + 2 * narrow))
@@ -138,7 +138,7 @@ def _context(
 ) -> tuple[Work, Work]:
     """`cached` and `attention` of the heads that attend to the context, and to `joint` persistent vectors each."""
     tokens, D, shared = batch * block, config.hidden_size, config.position_values == "shared"
-    size = D // config.num_attention_heads
+    size = config.head_size
     scores, values = sum(2 * s + joint for s in reach), sum((1 + shared) * s + joint for s in reach)
     cached = 4 * batch * D * size * sum(reach)
     needed_cached = cached * (1 + training)

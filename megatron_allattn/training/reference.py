@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_allattn.engine.interface import Engine, Spans
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import load_logical
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import Groups
@@ -83,8 +83,7 @@ def case_engine(
 ) -> Engine:
     """An engine at a case's initial weights."""
     fused, model = FusedOps("torch"), case.run.model
-    head_size = model.hidden_size // model.num_attention_heads
-    attend = choose_backend(backend, device, dtype, head_size, model.span_normalization).attend
+    attend = backend_of(model, backend, device, dtype).attend
     network = Network(model, case.vocab_size, groups.tensor, fused, attend).to(dtype)
     load_logical(network, case.initial_weights())
     return kind(network, case.run, groups, device, dtype, fused)

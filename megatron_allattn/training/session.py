@@ -22,7 +22,8 @@ from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
-from megatron_allattn.kernels.registry import Attend, AttentionBackend, choose_backend
+from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import agree, broadcast_object
@@ -140,7 +141,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     if streams.dropped_tokens:
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
-    attention = agreed(lambda: _attention(run, device))
+    attention = agreed(lambda: backend_of(run.model, run.training.attention_backend, device, _precision(run)))
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
     source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
@@ -188,17 +189,6 @@ def _check_precision(run: RunConfig, device: torch.device) -> None:
 def _fused(run: RunConfig, device: torch.device) -> FusedOps:
     try:
         return choose_fused(run.training.fused, device.type == "cuda")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _attention(run: RunConfig, device: torch.device) -> AttentionBackend:
-    model = run.model
-    head_size = model.hidden_size // model.num_attention_heads
-    try:
-        return choose_backend(
-            run.training.attention_backend, device, _precision(run), head_size, model.span_normalization
-        )
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -37,8 +37,9 @@ from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
-from megatron_allattn.kernels.registry import BACKENDS, choose_backend
+from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.accounting import count_parameters
+from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel import discovery
@@ -334,7 +335,7 @@ def attention_speed(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     cases = {}
     for name in BACKENDS:
         try:
-            choose_backend(name, device, torch.bfloat16, model.hidden_size // model.num_attention_heads)
+            backend_of(model, name, device, torch.bfloat16)
         except ValueError as error:
             yield Row(f"attention speed, {name}", "left out", str(error))
         else:

@@ -15,6 +15,7 @@ from megatron_allattn.benchmark.machine import DTYPES, describe
 from megatron_allattn.benchmark.profiles import SpanProfile
 from megatron_allattn.benchmark.shapes import Shape
 from megatron_allattn.config.errors import usage_error
+from megatron_allattn.model.backends import backend_of
 
 SWEEP_LAYERS = 4
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if not shape.model.adaptive_span:
         raise usage_error("--recipe", shape.recipe, "its spans are fixed", "choose one with adaptive spans")
     dtype = DTYPES[options.dtype]
-    backends = sorted({common.backend(name, shape.model, device, dtype).name for name in options.attention_backend})
+    backends = sorted({backend_of(shape.model, name, device, dtype).name for name in options.attention_backend})
     points = _points(shape, options)
     settings = {**shape.to_dict(), "runs": options.runs, "warmup": options.warmup}
     values: dict[str, Any] = {"machine": describe(device, options.threads), "settings": settings}

@@ -7,9 +7,7 @@ import torch
 
 from megatron_allattn.benchmark.machine import use_threads
 from megatron_allattn.benchmark.shapes import Shape, shape_of
-from megatron_allattn.config import ModelConfig
-from megatron_allattn.config.errors import UsageError, usage_error
-from megatron_allattn.kernels.registry import AttentionBackend, choose_backend
+from megatron_allattn.config.errors import usage_error
 
 
 def prepare(options: argparse.Namespace) -> torch.device:
@@ -38,11 +36,3 @@ def shape(options: argparse.Namespace, *, sweep: bool = False) -> Shape:
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     return found
-
-
-def backend(name: str, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """`choose_backend` for a model. Raises UsageError where it cannot run."""
-    try:
-        return choose_backend(name, device, dtype, model.hidden_size // model.num_attention_heads)
-    except ValueError as error:
-        raise UsageError(str(error)) from error

@@ -10,6 +10,7 @@ from megatron_allattn.benchmark.layer import LayerCase, measure_layers
 from megatron_allattn.benchmark.machine import DTYPES, describe
 from megatron_allattn.benchmark.peers import PEERS, missing
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.model.backends import backend_of
 
 EAGER = "eager"
 CHOICES = (*PEERS, EAGER)
@@ -22,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     if z is None or model.variant != "all-attn" or not model.persistent_memory_size:
         rule = "its layers are not all-attention with persistent vectors and adaptive spans"
         raise usage_error("--recipe", shape.recipe, rule, "choose another, such as enwik8-small")
-    own = common.backend(options.attention_backend, model, device, DTYPES[options.dtype]).name
+    own = backend_of(model, options.attention_backend, device, DTYPES[options.dtype]).name
     layers = {f"all-attention ({own})": own}
     for peer in peers(options.peers):
         label = f"all-attention ({EAGER})" if peer == EAGER else peer

@@ -10,6 +10,7 @@ from megatron_allattn.benchmark.machine import DTYPES, describe
 from megatron_allattn.benchmark.step import StepCase, measure_steps
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.kernels.registry import BACKENDS
+from megatron_allattn.model.backends import backend_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,12 +24,12 @@ def run(options: argparse.Namespace) -> int:
         z=shape.z,
         device=device.type,
         dtype=options.dtype,
-        backend=common.backend(options.attention_backend, shape.model, device, DTYPES[options.dtype]).name,
+        backend=backend_of(shape.model, options.attention_backend, device, DTYPES[options.dtype]).name,
         recompute=options.recompute_granularity,
     )
     cases = configurations(base, options.compare)
     for case in cases.values():
-        common.backend(case.backend, case.model, device, DTYPES[case.dtype])
+        backend_of(case.model, case.backend, device, DTYPES[case.dtype])
     results, rates = measure_steps(cases, runs=options.runs, warmup=options.warmup, threads=options.threads)
     machine = describe(device, options.threads)
     print(*report.machine_lines(machine, rates), shape.describe(), sep="\n")
