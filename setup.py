@@ -22,7 +22,11 @@ setup(
     packages=[*find_packages(include=["megatron_allattn", "megatron_allattn.*"]), "megatron_allattn.ds_configs"],
     # ds_configs/ stands in the root, where users look for it, and travels inside the package
     package_dir={"megatron_allattn.ds_configs": "ds_configs"},
-    package_data={"megatron_allattn.ds_configs": ["*.json"], "megatron_allattn.benchmark": ["profiles/*.json"]},
+    package_data={
+        "megatron_allattn.ds_configs": ["*.json"],
+        "megatron_allattn.benchmark": ["profiles/*.json"],
+        "megatron_allattn.kernels": ["*.cpp"],
+    },
     py_modules=["pretrain"],
     entry_points={"console_scripts": ["megatron-allattn-pretrain = pretrain:command"]},
     install_requires=[

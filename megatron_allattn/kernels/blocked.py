@@ -4,7 +4,8 @@ Heads are computed one after the other, each over its own S positions (`BlockSta
 memory: one row buffer [R, S + N] holds the scores of both sets, so that one softmax covers them. The span mask depends
 on the distance alone and becomes a bias log m; with normalization `window` S is the window for every head, and the mask
 multiplies. The backward pass computes the weights a second time instead of keeping them; of the forward pass it keeps
-at most q, k and v of the block (`keep_projections`).
+at most q, k and v of the block (`keep_projections`). Between matrix products, passes over rows make weights of scores:
+compiled ones on a CPU where there is a compiler, PyTorch's otherwise.
 """
 
 import math
@@ -17,17 +18,22 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.blocked_heads import Gradients, Heads
+from megatron_allattn.kernels.compiled import CompiledPasses
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
 from megatron_allattn.kernels.memory import memory_weight
+from megatron_allattn.kernels.passes import Passes, TorchPasses
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_scale
 
 
 class Blocked:
-    """The backend; its scratch memory is shared by all layers that use the same object."""
+    """The backend; its scratch memory is shared by all layers that use the same object.
 
-    def __init__(self) -> None:
-        self._workspace = Workspace()
+    compiled: passes of `load_passes`, None where there are none or PyTorch's are wanted; about: what it says of them.
+    """
+
+    def __init__(self, compiled: CompiledPasses | None, about: str = "passes of PyTorch") -> None:
+        self._workspace, self._compiled, self.about = Workspace(), compiled, about
 
     @property
     def scratch_bytes(self) -> int:
@@ -43,7 +49,22 @@ class Blocked:
         state: BlockState,
     ) -> Tensor:
         check_shapes(block_BMD, cache_BCD, weights, state)
-        return _Attend.apply(block_BMD, cache_BCD, *weights.tensors(), (self._workspace, settings, state))
+        passes = choose_passes(self._compiled, self._workspace, block_BMD.device, weights, settings)
+        return _Attend.apply(block_BMD, cache_BCD, *weights.tensors(), (self._workspace, passes, settings, state))
+
+
+def choose_passes(
+    compiled: CompiledPasses | None,
+    workspace: Workspace,
+    device: torch.device,
+    weights: LayerWeights,
+    settings: AttentionSettings,
+) -> Passes:
+    """The compiled ones, if they can do it."""
+    multiplies = weights.span is not None and settings.normalization == "window"
+    if compiled is None or multiplies or device.type not in ("cpu", "meta"):
+        return TorchPasses(workspace)
+    return compiled
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, cache: Tensor, *rest: Any) -> Tensor:
         *tensors, call = rest
-        _, settings, state = call
+        *_, settings, state = call
         weights = LayerWeights(*tensors)
         whole, memory = whole_tiles(block), memory_weight(weights)
         projected = project(whole, weights, memory)
@@ -97,7 +118,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, cache, *saved = ctx.saved_tensors
-        _, settings, state = ctx.call
+        *_, settings, state = ctx.call
         weights, kept = LayerWeights.split(saved)
         whole, memory = whole_tiles(block), memory_weight(weights)
         projected = Projected(*kept) if kept else project(whole, weights, memory)

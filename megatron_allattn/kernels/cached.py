@@ -16,8 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.blocked import outputs, project, whole_tiles
+from megatron_allattn.kernels.blocked import choose_passes, outputs, project, whole_tiles
 from megatron_allattn.kernels.blocked_heads import Heads
+from megatron_allattn.kernels.compiled import load_passes
 from megatron_allattn.kernels.interface import (
     AttentionSettings,
     BlockState,
@@ -27,6 +28,7 @@ from megatron_allattn.kernels.interface import (
     span_mask,
 )
 from megatron_allattn.kernels.memory import memory_weight
+from megatron_allattn.kernels.passes import Passes
 from megatron_allattn.kernels.workspace import Workspace
 
 SLACK = 64  # tokens that are written behind a head's rows before they move back to the front
@@ -39,7 +41,7 @@ class CachedAttention:
     """
 
     def __init__(self) -> None:
-        self._workspace = Workspace()
+        self._workspace, (self._compiled, _) = Workspace(), load_passes()
         self._layers: dict[int, _Layer] = {}
 
     @torch.no_grad()
@@ -62,7 +64,9 @@ class CachedAttention:
         if block_BMD.shape[1] == 1:
             y = layer.attend_to_one(projected.q, weights)
         else:
-            y = outputs(_CachedHeads(layer, whole, weights, memory, self._workspace, settings, state), projected)
+            passes = choose_passes(self._compiled, self._workspace, whole.device, weights, settings)
+            call = (self._workspace, passes, settings, state)
+            y = outputs(_CachedHeads(layer, whole, weights, memory, *call), projected)
         length = block_BMD.shape[1]
         kv_BMH2K = projected.kv.view(*whole.shape[:2], len(state.heads), 2, -1)[:, :length]
         layer.append(*(rows.flatten(2) for rows in kv_BMH2K.unbind(3)))
@@ -199,10 +203,11 @@ class _CachedHeads(Heads):
         weights: LayerWeights,
         memory: Tensor,
         workspace: Workspace,
+        passes: Passes,
         settings: AttentionSettings,
         state: BlockState,
     ) -> None:
-        super().__init__(block, block[:, :0], weights, memory, workspace, settings, state)
+        super().__init__(block, block[:, :0], weights, memory, workspace, passes, settings, state)
         self._layer = layer
         if settings.empty_cache == "mask":
             self._cached = state.cached

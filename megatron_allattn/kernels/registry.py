@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
+from megatron_allattn.kernels.compiled import load_passes
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 
 Attend = Callable[[Tensor, Tensor, LayerWeights, AttentionSettings, BlockState], Tensor]
@@ -22,7 +23,11 @@ def _triton() -> Attend:
     return importlib.import_module("megatron_allattn.kernels.triton_attention").Triton()
 
 
-BACKENDS: dict[str, Callable[[], Attend]] = {"eager": lambda: eager.attend, "blocked": Blocked, "triton": _triton}
+BACKENDS: dict[str, Callable[[], Attend]] = {
+    "eager": lambda: eager.attend,
+    "blocked": lambda: Blocked(*load_passes()),
+    "triton": _triton,
+}
 TRITON_HEAD_SIZES = (16, 32, 64, 128)
 
 
@@ -55,12 +60,18 @@ def choose_backend(
     if choice == "auto":
         name = next(name for name, obstacle in obstacles.items() if obstacle is None)
         passed = "; ".join(f"not {other}: {obstacle}" for other, obstacle in obstacles.items() if obstacle)
-        return AttentionBackend(name, f"{name} ({passed or 'the fastest where it can run'})", BACKENDS[name]())
+        return _make(name, passed or "the fastest where it can run")
     if choice not in BACKENDS:
         raise ValueError(f"--attention-backend {choice}: known are auto, {', '.join(sorted(BACKENDS))}")
     if (obstacle := obstacles.get(choice)) is not None:
         raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or eager")
-    return AttentionBackend(choice, f"{choice} (asked for)", BACKENDS[choice]())
+    return _make(choice, "asked for")
+
+
+def _make(name: str, why: str) -> AttentionBackend:
+    attend = BACKENDS[name]()
+    detail = f"; {attend.about}" if isinstance(attend, Blocked) else ""
+    return AttentionBackend(name, f"{name} ({why}{detail})", attend)
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype, head_size: int, normalization: str) -> str | None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_allattn.config import ModelConfig, Recompute
-from megatron_allattn.kernels.band import tiling
+from megatron_allattn.kernels.band import columns_of, tiling
 from megatron_allattn.model.activations import vocabulary_tables
 from megatron_allattn.model.span import window_of_reach
 
@@ -150,7 +150,7 @@ def _context(
     ends, rows = block if backend == "eager" else 0, tokens
     if backend == "blocked":
         count, tile = tiling(block)
-        ends, rows, seen = tile - 1, batch * count * tile, [s + s % 2 for s in seen]
+        ends, rows, seen = tile - 1, batch * count * tile, [columns_of(s) for s in seen]
     scores = sum(2 * s + ends + joint for s in seen)
     values = sum((1 + shared) * s + ends + joint for s in seen)
     again = {"eager": 0, "blocked": scores, "triton": scores + 2 * joint * len(seen)}[backend] * training

@@ -84,7 +84,7 @@ def test_the_last_position_and_targets() -> None:
         torch.testing.assert_close(last, reference[:, end - 1 : end], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("attend", [None, eager.attend, Blocked()], ids=["cached", "eager", "blocked"])
+@pytest.mark.parametrize("attend", [None, eager.attend, Blocked(None)], ids=["cached", "eager", "blocked"])
 def test_a_trained_network_is_read_without_dropout_and_without_gradient(attend) -> None:
     network = build(model_of("all-attn", attention_dropout=0.5, embedding_dropout=0.5), ALONE)
     one, two = read(network, attend), read(network, attend)

@@ -1,9 +1,9 @@
-"""The band of scores around a tile: views and overlap-adds against loops."""
+"""The band of scores around a tile: views against loops."""
 
 import pytest
 import torch
 
-from megatron_allattn.kernels.band import add_windows_, by_distance, tiling, windows
+from megatron_allattn.kernels.band import by_distance, columns_of, tiling, windows
 
 SHAPES = [(1, 1, 1), (1, 5, 3), (3, 4, 9), (3, 4, 4), (4, 7, 2), (2, 3, 13)]  # G tiles, T rows, S distances
 
@@ -19,6 +19,11 @@ def test_tiles_hold_every_row_and_are_as_even_as_can_be(length: int) -> None:
     assert tiles == -(-length // 64)  # no more tiles than needed
     assert length <= tiles * tile < length + tiles  # fewer rows too many than there are tiles
     assert tiling(length, longest=length) == (1, length)
+
+
+@pytest.mark.parametrize(("span", "columns"), [(1, 16), (15, 16), (16, 16), (17, 32), (8192, 8192)])
+def test_spans_come_in_few_lengths(span: int, columns: int) -> None:
+    assert columns_of(span) == columns
 
 
 @pytest.mark.parametrize(("tiles", "tile", "span"), SHAPES)
@@ -61,17 +66,3 @@ def test_the_last_distance_of_a_row_is_the_position_just_before_it() -> None:
         for column in range(span):  # distances S … 1
             expected = rows.flatten(0, 1)[row] @ memory[span + row - (span - column)]
             torch.testing.assert_close(band.flatten(0, 1)[row, column], expected)
-
-
-@pytest.mark.parametrize(("tiles", "tile", "span"), SHAPES)
-def test_adding_windows_is_the_transpose_of_taking_them(tiles: int, tile: int, span: int) -> None:
-    length = span + tiles * tile
-    whole, parts = numbers(length + 2, 3), numbers(tiles, span + tile - 1, 3)
-    memory, before = whole[1:-1], whole.clone()  # not at the start of its storage
-    add_windows_(memory, parts, tile)
-    expected = before[1:-1].clone()
-    for g in range(tiles):
-        for i in range(span + tile - 1):
-            expected[g * tile + i] += parts[g, i]
-    torch.testing.assert_close(memory, expected, rtol=1e-15, atol=1e-15)
-    assert torch.equal(whole[[0, -1]], before[[0, -1]])

@@ -1,6 +1,7 @@
 """The blocked backend: outputs and gradients against loops and against eager in float64, and what its work follows."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
+from megatron_allattn.kernels.compiled import load_passes
 from megatron_allattn.model.span import look_back
 from tests.support.attention_problems import (
     CASES,
@@ -28,7 +30,19 @@ from tests.support.attention_problems import (
 )
 from tests.support.slow_attention import Problem
 
+Make = Callable[[], Blocked]
 DROPOUT = (0.3, 2**35 + 3, 17, [4, 0, 2, 9])  # of a batch of four
+
+
+@pytest.fixture(params=["compiled passes", "passes of PyTorch"])
+def blocked(request: pytest.FixtureRequest) -> Make:
+    """Makes a backend."""
+    if request.param == "passes of PyTorch":
+        return lambda: Blocked(None)
+    passes, how = load_passes()
+    if passes is None:
+        pytest.skip(how)
+    return lambda: Blocked(passes)
 
 
 def seen(problem: Problem) -> tuple[int, ...]:
@@ -39,9 +53,9 @@ def seen(problem: Problem) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_equal_those_of_the_loops(case: str, normalization: str) -> None:
+def test_outputs_and_gradients_equal_those_of_the_loops(blocked: Make, case: str, normalization: str) -> None:
     problem = make(**CASES[case], normalization=normalization)
-    found = answer(Blocked(), problem)
+    found = answer(blocked(), problem)
     compare(found, gradients(found, problem), *truth(case, normalization), tolerance=1e-12)
 
 
@@ -81,12 +95,12 @@ LARGER = {
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("case", LARGER)
-def test_larger_problems_equal_eager(case: str, normalization: str) -> None:
-    assert_same(Blocked(), make(**LARGER[case], normalization=normalization), eager.attend)
+def test_larger_problems_equal_eager(blocked: Make, case: str, normalization: str) -> None:
+    assert_same(blocked(), make(**LARGER[case], normalization=normalization), eager.attend)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_problems_of_any_size_equal_eager(seed: int) -> None:
+def test_problems_of_any_size_equal_eager(blocked: Make, seed: int) -> None:
     choose = random.Random(seed)
     max_span = choose.randint(1, 90)
     window, batch, num_heads = choose.randint(1, max_span), choose.randint(1, 5), choose.randint(1, 4)
@@ -112,11 +126,11 @@ def test_problems_of_any_size_equal_eager(seed: int) -> None:
         dropout=choose.choice([None, (choose.uniform(0.001, 0.95), seed, 3, list(range(seed, seed + batch)))]),
     )
     if problem.span is None:
-        assert_same(Blocked(), problem, eager.attend)
+        assert_same(blocked(), problem, eager.attend)
     elif problem.window >= min(max_span, max(seen(replace(problem, window=max_span)))):
-        assert_same(Blocked(), problem, eager.attend, spans=seen(problem))
+        assert_same(blocked(), problem, eager.attend, spans=seen(problem))
     else:  # the window cuts the longest head, which no run does; it must be right all the same
-        assert_same(Blocked(), problem, eager.attend)
+        assert_same(blocked(), problem, eager.attend)
 
 
 # L = 16, R = 4: z·L is whole or not, at both ends of the range and within the ramp of them
@@ -125,16 +139,16 @@ ENDS = [0.0, 1 / 16, 0.5, 0.52, 0.75, 13 / 16, 0.99, 1.0]
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("dropout", [None, (0.4, 5, 6, [1, 2])], ids=["", "dropout"])
-def test_spans_from_the_least_to_the_longest_in_one_layer(dropout, normalization: str) -> None:
+def test_spans_from_the_least_to_the_longest_in_one_layer(blocked: Make, dropout, normalization: str) -> None:
     problem = make(
         num_heads=8, size=3, max_span=16, ramp=4, z=ENDS, block_length=33, dropout=dropout, normalization=normalization
     )
     assert seen(problem) == (5, 6, 13, 14, 16, 16, 16, 16)
-    assert_same(Blocked(), problem, eager.attend, spans=seen(problem))
+    assert_same(blocked(), problem, eager.attend, spans=seen(problem))
 
 
 @pytest.mark.parametrize("z", [0.0, 0.25, 0.5])
-def test_the_masks_last_distance_has_no_weight_but_a_gradient(z: float) -> None:
+def test_the_masks_last_distance_has_no_weight_but_a_gradient(blocked: Make, z: float) -> None:
     """Where z·L is whole the distance R + z·L + 1 has m = 0 and, as in the paper's code, a gradient.
 
     A mask that is a shade shorter has the same weights without that gradient: what a bias of log m would give.
@@ -144,34 +158,34 @@ def test_the_masks_last_distance_has_no_weight_but_a_gradient(z: float) -> None:
     true, without = (gradients(answer(eager.attend, p), p)["span"] for p in (problem, shade))
     assert far(without, true) > 0.05
     for spans in (None, seen(problem)):
-        assert far(gradients(answer(Blocked(), problem, spans), problem)["span"], true) < 1e-12
+        assert far(gradients(answer(blocked(), problem, spans), problem)["span"], true) < 1e-12
 
 
-def test_the_masks_first_distance_below_one_has_a_gradient_too() -> None:
+def test_the_masks_first_distance_below_one_has_a_gradient_too(blocked: Make) -> None:
     """At x = z·L + 1 the unclamped mask is exactly 1, and the clamp passes its gradient; a shade more does not."""
     problem = make(num_heads=1, max_span=16, ramp=4, z=[0.5], block_length=33, normalization="span")
     shade = make(num_heads=1, max_span=16, ramp=4, z=[0.5 + 1e-9], block_length=33, normalization="span")
     true, without = (gradients(answer(eager.attend, p), p)["span"] for p in (problem, shade))
     assert far(without, true) > 0.05
-    assert far(gradients(answer(Blocked(), problem), problem)["span"], true) < 1e-12
+    assert far(gradients(answer(blocked(), problem), problem)["span"], true) < 1e-12
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_spans_are_a_matter_of_work_and_not_of_value(normalization: str) -> None:
+def test_spans_are_a_matter_of_work_and_not_of_value(blocked: Make, normalization: str) -> None:
     problem = make(
         batch=4, num_heads=4, max_span=150, ramp=8, z=[0.0, 0.11, 0.5, 0.3], block_length=70, dropout=DROPOUT,
         window=86, normalization=normalization,
     )  # fmt: skip
-    whole = answer(Blocked(), problem)
-    follows = answer(Blocked(), problem, seen(problem))
+    whole = answer(blocked(), problem)
+    follows = answer(blocked(), problem, seen(problem))
     expected = gradients(whole, problem)
     compare(follows, gradients(follows, problem), whole.detach(), expected, tolerance=1e-12)
 
 
-def half_errors(problem: Problem, dtype: torch.dtype) -> dict[str, float]:
+def half_errors(blocked: Make, problem: Problem, dtype: torch.dtype) -> dict[str, float]:
     """Differences of output and gradients from those in float64 of the same numbers."""
     low, exact = converted(problem, dtype), converted(converted(problem, dtype), torch.float64)
-    found, expected = answer(Blocked(), low, seen(low)), answer(eager.attend, exact)
+    found, expected = answer(blocked(), low, seen(low)), answer(eager.attend, exact)
     assert found.dtype == dtype
     errors = {"output": far(found, expected)}
     true = gradients(expected, exact)
@@ -183,40 +197,40 @@ def half_errors(problem: Problem, dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
-def test_lower_precision_is_near(dropout, normalization: str) -> None:
+def test_lower_precision_is_near(blocked: Make, dropout, normalization: str) -> None:
     problem = make(
         batch=4, num_heads=2, size=16, persistent=33, max_span=64, ramp=16, z=[0.25, 0.6], block_length=70,
         dropout=dropout, normalization=normalization,
     )  # fmt: skip
     for dtype, limit in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
-        errors = half_errors(problem, dtype)
+        errors = half_errors(blocked, problem, dtype)
         assert {name: error for name, error in errors.items() if not error < limit} == {}
 
 
-def test_without_gradient_the_output_is_the_same() -> None:
+def test_without_gradient_the_output_is_the_same(blocked: Make) -> None:
     problem = make(batch=4, dropout=DROPOUT, block_length=9)
-    expected = answer(Blocked(), problem).detach()
+    expected = answer(blocked(), problem).detach()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            found = answer(Blocked(), problem)
+            found = answer(blocked(), problem)
         assert not found.requires_grad
         assert torch.equal(found, expected)
 
 
-def test_gradients_of_some_tensors_alone() -> None:
+def test_gradients_of_some_tensors_alone(blocked: Make) -> None:
     problem = make(normalization="span")
-    everything = gradients(answer(Blocked(), problem), problem)
+    everything = gradients(answer(blocked(), problem), problem)
     for name in TENSORS:
         frozen = replace(problem, **{n: getattr(problem, n).detach() for n in TENSORS if n != name})
-        output = answer(Blocked(), frozen)
+        output = answer(blocked(), frozen)
         weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).sin().view_as(output)
         (found,) = torch.autograd.grad((output * weights).sum(), getattr(frozen, name))
         torch.testing.assert_close(found, everything[name], rtol=1e-12, atol=1e-13)
 
 
-def test_calls_that_overlap_do_not_disturb_each_other() -> None:
+def test_calls_that_overlap_do_not_disturb_each_other(blocked: Make) -> None:
     """Layers share a backend's scratch memory; backward comes after other forwards, of other sizes and kinds."""
-    attend = Blocked()
+    attend = blocked()
     problems = [
         make(seed=1, batch=4, dropout=DROPOUT, block_length=66, normalization="span"),
         make(seed=2, max_span=40, persistent=50, block_length=7, normalization="window"),
@@ -232,8 +246,8 @@ def test_calls_that_overlap_do_not_disturb_each_other() -> None:
         compare(output, grads, expected.detach(), gradients(expected, problem), tolerance=1e-12)
 
 
-def test_a_second_call_gives_the_same_bits() -> None:
-    problem, attend = make(batch=4, dropout=DROPOUT, block_length=66, max_span=30), Blocked()
+def test_a_second_call_gives_the_same_bits(blocked: Make) -> None:
+    problem, attend = make(batch=4, dropout=DROPOUT, block_length=66, max_span=30), blocked()
     first, second = (answer(attend, problem) for _ in range(2))
     assert torch.equal(first, second)
     for one, other in zip(gradients(first, problem).values(), gradients(second, problem).values(), strict=True):
@@ -259,7 +273,8 @@ def work(spans: tuple[int, ...], window: int, max_span: int, backward: bool = Tr
         batch=3, num_heads=2, size=8, persistent=10, block_length=64, max_span=max_span, window=window, ramp=2,
         z=[(span - 3) / max_span for span in spans], dropout=(0.3, 1, 1, [0, 1, 2]), normalization="span",
     )  # fmt: skip
-    flops, elements, attend = FlopCounterMode(display=False), Elements(), Blocked()
+    # compiled passes are no operators
+    flops, elements, attend = FlopCounterMode(display=False), Elements(), Blocked(None)
     with flops, elements:
         output = answer(attend, problem, spans)
         if backward:
@@ -269,7 +284,7 @@ def work(spans: tuple[int, ...], window: int, max_span: int, backward: bool = Tr
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 def test_work_is_that_of_the_sum_of_the_spans(backward: bool) -> None:
-    short, mixed, long = (work(spans, 512, 512, backward) for spans in ((40, 40), (40, 440), (440, 440)))
+    short, mixed, long = (work(spans, 512, 512, backward) for spans in ((48, 48), (48, 432), (432, 432)))
     assert mixed[0] == (short[0] + long[0]) / 2
     assert mixed[1] == pytest.approx((short[1] + long[1]) / 2, rel=0.01)
     middle = work((240, 240), 512, 512, backward)
@@ -287,7 +302,7 @@ def test_work_does_not_follow_the_window_or_the_maximum_span() -> None:
 
 
 @pytest.mark.parametrize("keep_projections", [True, False])
-def test_no_scores_are_kept_for_backward(keep_projections: bool) -> None:
+def test_no_scores_are_kept_for_backward(blocked: Make, keep_projections: bool) -> None:
     """Of the block, what is kept is q, k and v or nothing, however many persistent vectors and positions there are."""
     problem = make(
         batch=2, num_heads=2, size=4, persistent=500, max_span=400, block_length=64, dropout=(0.3, 1, 1, [0, 1])
@@ -302,10 +317,10 @@ def test_no_scores_are_kept_for_backward(keep_projections: bool) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = answer(Blocked(), problem, keep_projections=keep_projections)
+        output = answer(blocked(), problem, keep_projections=keep_projections)
     of_the_block = output.numel() * output.element_size()
     assert sum(kept.values()) == (3 * of_the_block if keep_projections else 0)
-    expected = answer(Blocked(), problem)
+    expected = answer(blocked(), problem)
     assert torch.equal(output, expected)
     for one, other in zip(gradients(output, problem).values(), gradients(expected, problem).values(), strict=True):
         assert torch.equal(one, other)

@@ -1,0 +1,110 @@
+"""Compiling the passes: once, for any number of processes, and a plain reason where it cannot be done."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_allattn.kernels import compiled
+from megatron_allattn.kernels.compiled import load_passes
+
+pytestmark = pytest.mark.skipif(load_passes()[0] is None, reason=load_passes()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where libraries go, empty."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    return tmp_path / "extensions" / "megatron_allattn"
+
+
+def test_they_are_compiled_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, how = load_passes()
+    assert passes is not None and how == "compiled passes"
+    (library,) = folder.iterdir()  # and nothing else
+    made = library.stat().st_mtime_ns
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert load_passes()[0] is not None
+    assert library.stat().st_mtime_ns == made
+
+
+def test_many_may_compile_at_once(folder: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: load_passes(), range(3)))
+    assert all(passes is not None for passes, _ in found)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_another_source_or_compiler_is_another_library(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_passes()
+    changed = tmp_path / "changed.cpp"
+    changed.write_text(compiled.SOURCE.read_text() + "\n// changed\n")
+    monkeypatch.setattr(compiled, "SOURCE", changed)
+    load_passes()
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load_passes() == (None, "passes of PyTorch: no C++ compiler no-such-compiler")
+    assert not folder.exists()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo first >&2; echo 'fatal error: no OpenMP' >&2; exit 1", "fatal error: no OpenMP"),
+        ("exit 1", "exit code 1"),
+        ("exit 0", "No such file"),
+        ('for last; do :; done; echo nonsense > "$last"', "invalid ELF header|file too short"),
+        ("sleep 20", "took more than 1 seconds"),
+    ],
+    ids=["says why", "silent", "writes nothing", "writes nonsense", "hangs"],
+)
+def test_a_compiler_that_fails_is_no_error(
+    text: str, reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    monkeypatch.setattr(compiled, "SECONDS", 1)
+    passes, how = load_passes()
+    assert passes is None
+    assert how.startswith("passes of PyTorch: ") and "\n" not in how
+    assert any(part in how for part in reason.split("|")), how
+    assert [path for path in folder.iterdir() if path.suffix != ".so"] == []  # no half-made files
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(blocked))
+    passes, how = load_passes()
+    assert passes is None and "Not a directory" in how
+
+
+def test_there_is_one_openmp_library_in_the_process() -> None:
+    """Two would each keep threads of their own, which wait for work by spinning on the same cores."""
+    program = (
+        "import torch; from pathlib import Path; from megatron_allattn.kernels.compiled import load_passes\n"
+        "torch.ones(2, 2) @ torch.ones(2, 2); load_passes()\n"
+        "maps = Path('/proc/self/maps').read_text().splitlines()\n"
+        "print(len({line.split()[-1] for line in maps if 'omp' in line.split()[-1].rsplit('/')[-1]}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "1", done.stdout
