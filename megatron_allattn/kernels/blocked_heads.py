@@ -1,6 +1,6 @@
 """One head at a time of the `blocked` backend: tiles of scores and weights, forward and backward.
 
-Shape letters as in interface.py, and: M a whole number of tiles; S distances of a head, even; T rows of a tile, G tiles
+Shape letters as in interface.py, and: M a whole number of tiles; S distances of a head (`columns_of`); T rows of a tile, G tiles
 of a stream, R rows of a unit: some tiles of a stream, or all tiles of some streams, whose buffers [R, S + N] are meant
 to stay in cache memory. k and v of a position stand side by side, [2·K].
 """
@@ -25,7 +25,7 @@ from megatron_allattn.kernels.memory import project_cache
 from megatron_allattn.kernels.passes import Dropout, Passes, Rows
 from megatron_allattn.kernels.workspace import Workspace
 
-ROWS = 1024
+ROWS = 1024  # of a unit, where a stream's tiles allow: 5 MB in float32 with S + N = 1200
 
 
 @dataclass(frozen=True)

@@ -60,17 +60,17 @@ def choose_backend(
     if choice == "auto":
         name = next(name for name, obstacle in obstacles.items() if obstacle is None)
         passed = "; ".join(f"not {other}: {obstacle}" for other, obstacle in obstacles.items() if obstacle)
-        return _make(name, passed or "the fastest where it can run")
+        return _make(name, passed or "the fastest where it can run", device)
     if choice not in BACKENDS:
         raise ValueError(f"--attention-backend {choice}: known are auto, {', '.join(sorted(BACKENDS))}")
     if (obstacle := obstacles.get(choice)) is not None:
         raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or eager")
-    return _make(choice, "asked for")
+    return _make(choice, "asked for", device)
 
 
-def _make(name: str, why: str) -> AttentionBackend:
+def _make(name: str, why: str, device: torch.device) -> AttentionBackend:
     attend = BACKENDS[name]()
-    detail = f"; {attend.about}" if isinstance(attend, Blocked) else ""
+    detail = f"; {attend.about}" if isinstance(attend, Blocked) and device.type == "cpu" else ""
     return AttentionBackend(name, f"{name} ({why}{detail})", attend)
 
 

@@ -9,14 +9,12 @@ not repeated. The table is printed as Markdown; the commands go to standard erro
 """
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from trained import records_of
+
 MODELS = {
     "all-attention": "--num-layers 6 --variant all-attn --persistent-memory-size 256",
     "transformer": "--num-layers 4 --variant transformer --persistent-memory-size 0 --feed-forward-size 512",
@@ -29,19 +27,10 @@ COMMON = (
 
 
 def train(model: str, seed: int, options: argparse.Namespace) -> float:
-    """One run, unless its folder says that it is done; returns its last validation loss."""
-    folder = options.output / f"{model}-{seed}"
-    outcome = folder / "outcome.json"
-    if not (outcome.exists() and json.loads(outcome.read_text())["outcome"] == "done"):
-        flags = f"{MODELS[model]} {COMMON} {options.extra} --lr {options.lr} --train-iters {options.train_iters}"
-        command = f"pretrain.py --data-path {options.data_path} {flags} --seed {seed} --save {folder}"
-        print(f"python {command}", file=sys.stderr, flush=True)
-        log = options.output / f"{model}-{seed}.log"
-        with log.open("w") as file:
-            done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, stdout=file, stderr=file, check=False)
-        if done.returncode:
-            sys.exit(f"error: {model}, seed {seed}: exit code {done.returncode}; see {log}")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """A run's last validation loss."""
+    flags = f"--data-path {options.data_path} {MODELS[model]} {COMMON} {options.extra}"
+    flags += f" --lr {options.lr} --train-iters {options.train_iters} --seed {seed}"
+    records = records_of(options.output / f"{model}-{seed}", flags)
     return next(record["loss"] for record in reversed(records) if record["kind"] == "valid")
 
 
