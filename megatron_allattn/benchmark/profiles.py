@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, usage_error
 
 FORMAT, VERSION = "megatron-allattn-spans", 1
@@ -94,11 +95,12 @@ def read_profile(given: str) -> SpanProfile:
     path = Path(given)
     if path.is_dir():
         return _of_run(path)
+    known = f"give one of {', '.join(packaged())}, a JSON file or a run folder"
+    check_regular(FLAG, path, known)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        known = f"give one of {', '.join(packaged())}, a JSON file or a run folder"
         raise usage_error(FLAG, given, f"cannot be read ({reason})", known) from None
     return parse_profile(given, path.stem, text)
 

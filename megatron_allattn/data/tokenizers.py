@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data.characters import ByteLearner, ByteTokenizer, CharLearner, CharTokenizer, NullTokenizer
 from megatron_allattn.data.interface import NEWLINES, Learner, Newline, Tokenizer
@@ -71,8 +72,7 @@ def tokenizer_from_file(path: Path, newline: Newline = "symbol") -> Tokenizer:
     `newline` is the rule for a SentencePiece FILE.model; JSON says it itself.
     """
     fix = "give a tokenizer's JSON, the P.json of prepared data or a SentencePiece model"
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-        raise usage_error("--tokenizer-model", path, "is not a regular file", fix)
+    check_regular("--tokenizer-model", path, fix)
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""tools/generate.py as one rank of those that share the heads of a model: load, read the prompt, write on.
+"""tools/generate.py as one rank of those that share the heads of a model: read the prompt, load, write on.
 
 The first rank reads the prompt and prints; every rank draws the same tokens. Errors and exit codes are those of
 training (training/main.py): 0 done, 2 the user's mistake, 1 anything else.
@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.rules import check_replicas
 from megatron_allattn.config.tool_flags import Precision
 from megatron_allattn.data.tokenizers import Tokenizer, tokenizer_from_json
@@ -66,11 +67,12 @@ def generate(options: GenerationOptions, groups: Groups, device: torch.device) -
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
+    text, source = agreed(lambda: _text_of(options.prompt) if groups.rank == 0 else (b"", ""))
     model = load_model(options.load, groups, device, getattr(torch, options.precision))
     agreed(lambda: _check_finite(model))
     tokenizer = agreed(lambda: tokenizer_from_json(model.state["tokenizer"], str(model.step_folder / "state.json")))
     prompt = broadcast_object(
-        agreed(lambda: _read_prompt(options.prompt, tokenizer, model) if groups.rank == 0 else None), groups.world
+        agreed(lambda: _prompt_tokens(text, source, tokenizer) if groups.rank == 0 else None), groups.world
     )
     network = model.network
     network.fold_scales()
@@ -106,9 +108,8 @@ def _check_finite(model: LoadedModel) -> None:
             raise UsageError(f"{model.step_folder}: {rule}; load another step")
 
 
-def _read_prompt(given: bytes | Path | None, tokenizer: Tokenizer, model: LoadedModel) -> list[int]:
-    """The prompt's tokens. Raises UsageError: it cannot be read, is not of the model's vocabulary, or is empty."""
-    text, source = _text_of(given)
+def _prompt_tokens(text: bytes, source: str, tokenizer: Tokenizer) -> list[int]:
+    """The prompt's tokens. Raises UsageError: it is not of the model's vocabulary, or is empty."""
     if tokenizer.unit != "byte":
         try:
             text.decode()
@@ -129,7 +130,7 @@ def _read_prompt(given: bytes | Path | None, tokenizer: Tokenizer, model: Loaded
 
 
 def _text_of(given: bytes | Path | None) -> tuple[bytes, str]:
-    """The prompt's text and the name of where it is from."""
+    """The prompt's text and the name of where it is from. Raises UsageError: it cannot be read."""
     if isinstance(given, bytes):
         return given, "--prompt"
     if given is None:
@@ -137,10 +138,11 @@ def _text_of(given: bytes | Path | None) -> tuple[bytes, str]:
             rule = "standard input has no text"
             raise usage_error("--prompt", "(left out)", rule, "give --prompt or --prompt-file, or pipe a text in")
         return sys.stdin.buffer.read(), "standard input"
+    fix = "give a text file, or pipe the text in"
     try:
+        check_regular("--prompt-file", given, fix)
         return given.read_bytes(), str(given)
     except OSError as error:
-        fix = "give a text file"
         raise usage_error("--prompt-file", given, f"cannot be read ({error.strerror})", fix) from None
 
 

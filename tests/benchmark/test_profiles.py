@@ -1,6 +1,7 @@
 """Span profiles: what comes with the package, fitting to a model, files of one's own, a run's checkpoint."""
 
 import json
+import os
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -107,6 +108,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"cannot be read \(it is not text\)"):
         read_profile(str(tmp_path / "binary.json"))
+    os.mkfifo(tmp_path / "pipe")  # that nobody writes to
+    with pytest.raises(UsageError, match=r"^--span-profile \S+pipe: is not a regular file; give one of "):
+        read_profile(str(tmp_path / "pipe"))
     with pytest.raises(UsageError, match=r"mine.json: is not JSON \(Expecting value"):
         parse_profile("mine.json", "mine", "")
     with pytest.raises(UsageError, match=r"^--span-profile .*no checkpoint to load"):

@@ -1,6 +1,7 @@
 """What tools/generate.py prints of a checkpoint, for every kind of tokenizer, and the prompts that it refuses."""
 
 import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -126,17 +127,33 @@ def test_words_that_the_vocabulary_lacks_are_told(folder: Path, capsys: pytest.C
         ("word", "  ", "text of --prompt: has no token of the word vocabulary"),
         ("char", b"the \xff", r"text of --prompt: byte 4 \(0xff\) is not valid UTF-8; give UTF-8 text"),
         ("sentencepiece", b"\xc3", r"text of --prompt: byte 0 \(0xc3\) is not valid UTF-8"),
-        ("char", Path("none.txt"), r"--prompt-file none.txt: cannot be read \(No such file or directory\)"),
-        ("char", None, r"--prompt \(left out\): standard input has no text; give --prompt or --prompt-file"),
     ],
 )
-def test_a_prompt_that_cannot_be_read_is_refused(
-    folder: Path, name: str, prompt: str | bytes | Path | None, line: str, monkeypatch: pytest.MonkeyPatch
+def test_a_prompt_that_is_not_of_the_vocabulary_is_refused(
+    folder: Path, name: str, prompt: str | bytes, line: str
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
     given = prompt.encode() if isinstance(prompt, str) else prompt
     with pytest.raises(UsageError, match=f"^{line}"):
         generate(options(folder / name, prompt=given), single_process_groups(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("none", r"--prompt-file \S+none: cannot be read \(No such file or directory\); give a text file, or pipe the"),
+        ("pipe", r"--prompt-file \S+pipe: is not a regular file; give a text file, or pipe the text in"),
+        ("", r"--prompt-file \S+: is not a regular file; give a text file"),
+        (None, r"--prompt \(left out\): standard input has no text; give --prompt or --prompt-file"),
+    ],
+)
+def test_what_is_no_prompt_is_told_before_the_model_is_loaded(
+    tmp_path: Path, name: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    os.mkfifo(tmp_path / "pipe")  # that nobody writes to: reading it would wait for ever
+    prompt = None if name is None else tmp_path / name
+    with pytest.raises(UsageError, match=f"^{line}"):
+        generate(options(Path("no run is here"), prompt=prompt), single_process_groups(), CPU)
 
 
 def test_a_checkpoint_that_has_run_away_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
