@@ -127,6 +127,10 @@ def _open_data(options: EvaluationOptions, model: LoadedModel) -> Dataset:
         sizes = ", ".join(f"{name} {len(getattr(dataset, name)):,}" for name in SPLITS)
         rule = f"it has {count} token(s), scoring needs at least 2"
         raise usage_error("--split-name", options.split_name, rule, f"choose another split (tokens: {sizes})")
+    if options.batch_size is not None and options.batch_size > count - 1:
+        rule = f"the {options.split_name} split has {count - 1:,} predictions, and every stream needs one"
+        fix = f"give at most {count - 1}; fewer are faster, since each first reads the tokens before its own"
+        raise usage_error("--batch-size", options.batch_size, rule, fix)
     return dataset
 
 

@@ -197,6 +197,10 @@ def test_a_bad_flag_is_one_line(flags: list[str], line: str, capsys: pytest.Capt
             {"data": {"data_path": "byte4"}, "split_name": "test"},
             r"--split-name test: it has 0 token\(s\), scoring needs at least 2",
         ),
+        (
+            {"batch_size": 100_000},
+            "--batch-size 100000: the valid split has 2,940 predictions, and every stream needs one; give at most 2940",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused(
