@@ -24,6 +24,11 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import run_program, tell_early_interrupts
+
+if __name__ == "__main__":
+    tell_early_interrupts()  # torch is loaded next
+
 from megatron_allattn.checkpoint import adaptive_span
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
 from megatron_allattn.checkpoint.conversion import SavedRun, converted_state, read_run, write_run
@@ -32,7 +37,6 @@ from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig, UsageError, parse
 from megatron_allattn.config.checks import field_types
 from megatron_allattn.config.errors import flag, usage_error
-from megatron_allattn.config.reporting import run_program
 from megatron_allattn.data.code_vocabulary import tokenizer_of
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
 from megatron_allattn.training.schedules import learning_rate

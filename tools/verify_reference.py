@@ -22,12 +22,16 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import run_program, tell_early_interrupts, without_interrupts
+
+if __name__ == "__main__":
+    tell_early_interrupts()  # torch is loaded next
+
 import torch
 import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_allattn.config.errors import UsageError, usage_error
-from megatron_allattn.config.reporting import run_program
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
@@ -147,13 +151,18 @@ def verify(replay: Replay) -> list[CaseReport]:
     if replay.size == 1 and replay.engine == "plain":
         return verify_all(replay, single_process_groups(), torch.device(replay.device))
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_rank, (discovery.free_port(), os.getpid(), replay, results), nprocs=replay.size)
+    arguments = (discovery.free_port(), os.getpid(), replay, results)
+    with without_interrupts():
+        ranks = torch.multiprocessing.spawn(_rank, arguments, nprocs=replay.size, join=False, daemon=True)
+    while not ranks.join():
+        pass
     return results.get()
 
 
 def _rank(rank: int, port: int, parent: int, replay: Replay, results: Any) -> None:
     """One of the processes; the first puts the reports into `results`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent is gone: end, in a collective too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if os.getppid() != parent:
         return  # it was gone before that was asked for
     if sys.platform == "linux":

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from megatron_allattn.benchmark.machine import use_threads
+from megatron_allattn.config.reporting import without_interrupts
 
 STATUS = Path("/proc/self/status")
 
@@ -32,7 +33,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, threads, build, arguments), daemon=True)
-        self._process.start()
+        with without_interrupts():
+            self._process.start()
         other.close()
 
     def ready(self) -> None:
@@ -71,6 +73,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is not None:  # such as an interruption: nobody waits for what it is at
+            self._process.kill()
         self.close()
 
 

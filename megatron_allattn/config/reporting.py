@@ -7,9 +7,13 @@ or a closed descriptor (`>&-`) ends the printing and nothing else.
 import atexit
 import io
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from types import TracebackType
 from typing import Any, NoReturn, TextIO, cast
 
 GRACE_SECONDS = 2.0
@@ -34,8 +38,38 @@ def refuse(error: Exception) -> int:
     return 2
 
 
+def interrupted() -> int:
+    """Report Ctrl-C (SIGINT). Exit code 1."""
+    print("error: interrupted", file=sys.stderr, flush=True)
+    return 1
+
+
+def tell_early_interrupts() -> None:
+    """For a program whose own imports take seconds: an interruption before `run_program` is one line too."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            os._exit(interrupted())
+        sys.__excepthook__(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started in here get no Ctrl-C: their parent tells of it, and ends them."""
+    resource_tracker.ensure_running()  # started by the first process otherwise, and then it lets interrupts through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a program and end the process with the exit code of `main`, or of the SystemExit that it raises.
+
+    An interruption that `main` does not treat itself, such as one while it loads torch, is told in one line.
 
     While it runs, printing raises no OSError. Output that nobody reads any more is no fault; any other failure to print
     is told in one line on stderr at the end and turns exit code 0 into 1, unless `tell_lost_output` has told it before.
@@ -46,6 +80,8 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as end:  # --help, and signal handlers
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        code = interrupted()
     output.flush()
     if output.failure is not None and not isinstance(output.failure, BrokenPipeError):
         print(f"error: standard output: {output.failure.strerror}", file=sys.stderr)

@@ -16,7 +16,7 @@ import torch
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
-from megatron_allattn.config.reporting import GRACE_SECONDS
+from megatron_allattn.config.reporting import GRACE_SECONDS, interrupted
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import PeerFailed, agree, is_lost_peer
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
@@ -109,7 +109,7 @@ def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
     elif isinstance(error, UsageError | StorageError | discovery.LaunchError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif isinstance(error, KeyboardInterrupt):
-        print("error: interrupted", file=sys.stderr, flush=True)
+        return interrupted()
     else:
         traceback.print_exception(error)
     return exit_code(error)

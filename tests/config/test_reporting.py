@@ -2,15 +2,20 @@
 
 import errno
 import io
+import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO, cast
 
 import pytest
 
-from megatron_allattn.config.reporting import Output, run_program, tell_lost_output
+from megatron_allattn.config.reporting import Output, run_program, tell_lost_output, without_interrupts
 from tests.support.forked import run_forked
 
 FULL = "/dev/full"
@@ -90,6 +95,44 @@ def test_a_closed_descriptor_goes_to_no_other_file(tmp_path: Path) -> None:
         return 0
 
     assert ended(main, closed, tmp_path / "errors") == (0, "")
+
+
+def interrupts(pid: int = 0) -> int:
+    os.kill(pid or os.getpid(), signal.SIGINT)
+    time.sleep(10)
+    return 0
+
+
+def test_an_interruption_is_one_line(tmp_path: Path) -> None:
+    assert ended(interrupts, lambda: sys.stdout, tmp_path / "errors") == (1, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [("raise KeyboardInterrupt", 1, "error: interrupted"), ("raise ValueError", 1, "ValueError")],
+)
+def test_an_interruption_of_a_programs_imports_is_one_line(body: str, code: int, line: str) -> None:
+    program = f"from megatron_allattn.config.reporting import *; tell_early_interrupts(); {body}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, line)
+    assert done.stderr.count("\n") == 1 or line == "ValueError"
+
+
+def test_a_process_that_is_started_is_not_interrupted() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    with without_interrupts():
+        child = context.Process(target=interrupt_itself, args=(its,))
+        child.start()
+    assert ours.poll(30) and ours.recv() == "alive"
+    child.join()
+    assert child.exitcode == 0
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def interrupt_itself(pipe: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    pipe.send("alive")
 
 
 @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (2, 2), ("why", 1)])
