@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, usage_error
 
 MINIMUM_TORCH = "2.10"
+_ARCHIVE = b"PK\x03\x04"  # how the archives that torch.save writes begin
 _GIVE = "give a file that torch.save wrote"
 
 
@@ -32,8 +34,9 @@ def read_pickled(path: Path) -> Any:
     if torch.__version__ < MINIMUM_TORCH:
         rule = f"torch before {MINIMUM_TORCH} may run code from a file while it reads it (CVE-2026-24747)"
         raise usage_error("torch", torch.__version__, rule, f"install torch {MINIMUM_TORCH} or newer")
-    if not path.is_file():
-        raise usage_error("file", path, "is a folder or a device" if path.exists() else "is not there", _GIVE)
+    if not path.exists():
+        raise usage_error("file", path, "is not there", _GIVE)
+    check_regular("file", path, _GIVE)
     try:
         _check_sums(path)
         with warnings.catch_warnings():
@@ -49,7 +52,10 @@ def read_pickled(path: Path) -> Any:
 
 def _check_sums(path: Path) -> None:
     """Compare every byte of an archive with its check sums; a file that is no archive passes."""
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):  # which is told by an archive's end
+        with path.open("rb") as handle:
+            if handle.read(len(_ARCHIVE)) == _ARCHIVE:
+                raise usage_error("file", path, "is cut short: the end of the archive is missing", "copy it again")
         return
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):

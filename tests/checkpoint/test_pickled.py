@@ -88,8 +88,13 @@ def _flipped(path: Path) -> None:
     assert not torch.equal(torch.load(path, weights_only=True)["model"]["a"], CONTENT["model"]["a"])  # torch is silent
 
 
-def _truncated(path: Path) -> None:
-    os.truncate(_saved(path), 4000)
+def _cut(num_bytes: int) -> Callable[[Path], None]:
+    """Of an archive of 9,385 bytes or so; a negative number counts from its end."""
+
+    def cut(path: Path) -> None:
+        os.truncate(_saved(path), num_bytes if num_bytes > 0 else path.stat().st_size + num_bytes)
+
+    return cut
 
 
 def _truncated_old(path: Path) -> None:
@@ -100,12 +105,12 @@ def _truncated_old(path: Path) -> None:
     ("make", "reason"),
     [
         (lambda path: None, "is not there"),
-        (lambda path: path.mkdir(), "is a folder or a device"),
-        (os.mkfifo, "is a folder or a device"),
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (os.mkfifo, "is not a regular file"),
         (lambda path: path.touch(), "is empty"),
         (lambda path: path.write_bytes(b"some text\n"), "is damaged or nothing that torch.save wrote"),
         (lambda path: path.write_bytes(os.urandom(3000)), "is damaged or nothing that torch.save wrote"),
-        (_truncated, "is damaged or nothing that torch.save wrote"),
+        *((_cut(end), "is cut short: the end of the archive is missing; copy") for end in (4, 700, 4000, 8000, -1)),
         (_truncated_old, "is damaged or nothing that torch.save wrote"),
         (_other_archive, "is damaged or nothing that torch.save wrote"),
         (_compressed, "is a compressed archive, which torch.save does not write"),
