@@ -87,7 +87,9 @@ def read_case(path: Path, tensor_size: int = 1, normalization: Literal["window",
     check_regular("file", path, _GIVE)
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            arrays = {name: _array(path, name, archive) for name in archive.files}
+    except UsageError:
+        raise
     except _UNREADABLE as error:
         raise UsageError(f"{path}: not a reference case ({_reason(error)}); {_GIVE}") from error
     config = _read_config(path, arrays.pop("config", None))
@@ -104,6 +106,20 @@ def read_case(path: Path, tensor_size: int = 1, normalization: Literal["window",
     case = Case(path.stem, vocab_size, run, arrays)
     _check_arrays(path, case)
     return case
+
+
+def _array(path: Path, name: str, archive: Any) -> np.ndarray:
+    """One array of an open archive. Raises UsageError: it is none, or is pickled."""
+    try:
+        array = archive[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):  # what numpy says of an array of Python objects
+            raise
+        rule = f"not a reference case (its {name} holds Python objects, which are pickled and may be programs)"
+        raise UsageError(f"{path}: {rule}; {_GIVE}") from None
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"{path}: not a reference case (its {name} is no array); {_GIVE}")
+    return array
 
 
 def _reason(error: Exception) -> str:
@@ -200,7 +216,8 @@ def _check_arrays(path: Path, case: Case) -> None:
     if differing:
         name = differing[0]
         shapes = f"expected {expected.get(name, 'no such array')}, found {found.get(name, 'none')}"
-        raise UsageError(f"{path}: {len(differing)} arrays differ from its configuration, first {name}: {shapes}")
+        count = f"{len(differing)} array{'s differ' if differing[1:] else ' differs'} from its configuration"
+        raise UsageError(f"{path}: {count}, first {name}: {shapes}")
     tokens = case.arrays["tokens"]
     if tokens.dtype.kind not in "iu":
         raise UsageError(f"{path}: its tokens are of type {tokens.dtype}, not integers; {_GIVE}")

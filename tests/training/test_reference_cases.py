@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_gradients_of_clusters_that_nothing_hits_may_be_left_out(tmp_path: Path)
 def test_other_gradients_may_not(tmp_path: Path) -> None:
     path = record_case(tmp_path / "case.npz", BASE | ADAPTIVE, kinds=("nll",))
     for name in ("step0/grad/output.cluster_logits.bias", "step0/updated/output.cluster1.bias"):
-        with pytest.raises(UsageError, match=rf"1 arrays differ .* first {name}: expected .*, found none"):
+        with pytest.raises(UsageError, match=rf"1 array differs .* first {name}: expected .*, found none"):
             read_case(rewrite(record_case(path, BASE | ADAPTIVE, kinds=("nll",)), **{name.replace("/", "__"): None}))
 
 
@@ -170,11 +171,23 @@ def test_neither_log_probs_nor_nll_is_refused(tmp_path: Path) -> None:
         ({"config": None}, "it has no configuration"),
         ({"init__output.bias": np.full(31, np.nan)}, "init/output.bias holds NaN or infinity"),
         ({"init__layers.0.span": np.full((4, 1, 1), 1.5)}, "init/layers.0.span holds spans outside 0 … 1"),
+        (
+            {"init__output.bias": np.array([{}])},
+            r"case.npz: not a reference case \(its init/output.bias holds Python objects, which are pickled and may be",
+        ),
     ],
 )
 def test_the_reason_is_the_right_one(tmp_path: Path, arrays: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_case(rewrite(record_case(tmp_path / "case.npz", BASE), **arrays))
+
+
+def test_a_file_in_a_case_that_is_no_array(tmp_path: Path) -> None:
+    path = record_case(tmp_path / "case.npz", BASE)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("notes.txt", "recorded today")
+    with pytest.raises(UsageError, match=r"case.npz: not a reference case \(its notes.txt is no array\); give a case"):
+        read_case(path)
 
 
 def test_a_pipe_in_the_place_of_a_case_is_refused(tmp_path: Path) -> None:
