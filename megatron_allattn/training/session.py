@@ -107,6 +107,8 @@ class Session:
         self.step, self.tokens = state["step"], state["tokens"]
         self.plateau = Plateau(**(state.get("plateau") or {}))
         self.notes.append(f"resumed from {step_folder}")
+        if self.step >= self.last_step:
+            self.notes.append(f"already at step {self.step} of {self.last_step}: there is nothing left to train")
         if is_converted(state):
             self.notes.append("it was converted: the streams start at the beginning of the data with empty caches")
             self.notes += [] if knows_its_tokens(state) else [UNKNOWN_TOKENS]

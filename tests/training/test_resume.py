@@ -146,8 +146,17 @@ def test_a_finished_run_only_evaluates_again(alone: RunConfig, tmp_path: Path) -
     run = replace(alone, checkpoint=replace(alone.checkpoint, save=tmp_path / "run", load=tmp_path / "run"))
     session = trained(run)
     assert (session.step, session.last_step) == (22, 22)
-    assert "metrics.jsonl: records after step 22 are made again (dropped 2)" in session.notes
+    assert session.notes[1:] == [
+        "already at step 22 of 22: there is nothing left to train",
+        "metrics.jsonl: records after step 22 are made again (dropped 2)",
+    ]
     assert left_by(run) == left_by(alone)
+
+
+def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, tmp_path: Path) -> None:
+    checkpoint = replace(alone.checkpoint, save=tmp_path / "new")
+    session = start(replace(alone, checkpoint=checkpoint, training=replace(alone.training, train_iters=3)))
+    assert session.notes[1:] == ["already at step 22 of 3: there is nothing left to train"]
 
 
 def test_a_run_that_reached_its_cap_may_be_prolonged(
