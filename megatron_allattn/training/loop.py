@@ -118,7 +118,9 @@ def _finish(session: Session, console: Console, valid: float | None) -> None:
     entropy, unit = session.dataset.unigram_entropy, session.dataset.tokenizer.unit
     for kind, tokens, known in (("valid", session.dataset.valid, valid), ("test", session.dataset.test, None)):
         loss = _evaluate(session, console, kind, tokens) if known is None else known
-        if loss is not None and entropy > 0:
+        if loss is not None and not math.isfinite(loss):
+            console.say(f"{kind}: the loss is not finite")
+        elif loss is not None and entropy > 0:
             bits = loss / math.log(2)
             gap = f"{100 * abs(1 - bits / entropy):.1f} % {'below' if bits <= entropy else 'above'}"
             console.say(f"{kind}: {bits:.4f} bits per {unit}, {gap} the corpus's unigram entropy of {entropy:.4f}")

@@ -159,6 +159,21 @@ def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, 
     assert session.notes[1:] == ["already at step 22 of 3: there is nothing left to train"]
 
 
+def test_a_loss_that_is_not_finite_is_compared_with_nothing(
+    alone: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new").mkdir()
+    session = start(replace(alone, checkpoint=replace(alone.checkpoint, save=tmp_path / "new")))
+    weights = {logical.name: parameter for logical, parameter in session.engine.network.logical_parameters()}
+    weights["output.bias"].data.fill_(float("nan"))
+    train(session)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("valid:", "test:"))] == [
+        "valid: the loss is not finite",
+        "test: the loss is not finite",
+    ]
+
+
 def test_a_run_that_reached_its_cap_may_be_prolonged(
     alone: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
