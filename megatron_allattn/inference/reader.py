@@ -7,7 +7,7 @@ for, to hold one against the other; it sees earlier blocks through hidden states
 import torch
 from torch import Tensor
 
-from megatron_allattn.config import ModelConfig
+from megatron_allattn.config import ModelConfig, UsageError
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.kernels.cached import CachedAttention
@@ -58,7 +58,12 @@ def named_attend(name: str, model: ModelConfig, device: torch.device, dtype: tor
 
     Raises UsageError where it is unknown or cannot run here.
     """
-    return None if name == "cached" else backend_of(model, name, device, dtype).attend
+    if name == "cached":
+        return None
+    try:
+        return backend_of(model, name, device, dtype).attend
+    except UsageError as error:  # its way out is for training, which has auto and no cached
+        raise UsageError(f"{str(error).partition('; ')[0]}; choose cached or eager") from None
 
 
 class _NoStates:

@@ -109,5 +109,6 @@ def test_backends_by_name() -> None:
     model = config_of("all-attn", "plain")
     assert named_attend("cached", model, torch.device("cpu"), torch.float32) is None
     assert named_attend("eager", model, torch.device("cpu"), torch.float32) is eager.attend
-    with pytest.raises(UsageError, match="--attention-backend fast: "):
-        named_attend("fast", model, torch.device("cpu"), torch.float32)
+    for name, rule in (("fast", "known are .*"), ("triton", "it runs on NVIDIA GPUs, not on cpu")):
+        with pytest.raises(UsageError, match=f"^--attention-backend {name}: {rule}; choose cached or eager$"):
+            named_attend(name, model, torch.device("cpu"), torch.float32)
