@@ -64,7 +64,7 @@ def conform_types(section: object) -> None:
         value = getattr(section, name)
         fitting = next((v for v in (_conform(value, a) for a in accepted) if not isinstance(v, _Refused)), _Refused())
         if isinstance(fitting, _Refused):
-            raise usage_error(flag(name), value, f"must be {describe_type(kind, name)}", _default_of(section, name))
+            raise usage_error(flag(name), value, f"must be {describe_type(kind, name)}", default_of(kind, name))
         if fitting is not value:
             object.__setattr__(section, name, fitting)
 
@@ -87,7 +87,7 @@ def check_range(
     if value is None:
         return
     if not math.isfinite(value):
-        raise usage_error(flag(name), value, "must be a finite number", _default_of(section, name))
+        raise usage_error(flag(name), value, "must be a finite number", default_of(type(section), name))
     bounds = (
         ("at least", at_least, at_least is None or value >= at_least),
         ("above", above, above is None or value > above),
@@ -96,13 +96,13 @@ def check_range(
     )
     if not all(holds for _, _, holds in bounds):
         rule = " and ".join(f"{words} {bound}" for words, bound, _ in bounds if bound is not None)
-        raise usage_error(flag(name), value, f"must be {rule}", _default_of(section, name))
+        raise usage_error(flag(name), value, f"must be {rule}", default_of(type(section), name))
 
 
-def _default_of(section: Any, name: str) -> str:
+def default_of(section: type, name: str) -> str:
     """The way out of a bad value: what the flag is when left out."""
     default = next(field.default for field in dataclasses.fields(section) if field.name == name)
-    return f"the default is {default}"
+    return "correct it or leave the flag out" if default is None else f"the default is {default}"
 
 
 def _conform(value: object, accepted: Any) -> object:

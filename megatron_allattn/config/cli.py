@@ -13,7 +13,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_allattn.config.checks import describe_type, field_types
+from megatron_allattn.config.checks import default_of, describe_type, field_types
 from megatron_allattn.config.ds_config import read_zero_stage
 from megatron_allattn.config.errors import UsageError, flag, usage_error
 from megatron_allattn.config.recipes import RECIPES, recipe_table
@@ -209,10 +209,8 @@ def _convert_all(given: Sequence[_Given], default: RunConfig) -> RunConfig:
         except SystemExit as failure:
             if _usage_error_behind(failure) is None:
                 expected = describe_type(one.known.section, one.known.field)
-                initial = next(f for f in dataclasses.fields(one.known.section) if f.name == one.known.field).default
-                raise usage_error(
-                    f"--{one.name}", one.value, f"must be {expected}", f"the default is {initial}"
-                ) from None
+                fix = default_of(one.known.section, one.known.field)
+                raise usage_error(f"--{one.name}", one.value, f"must be {expected}", fix) from None
     raise AssertionError("tyro refuses these flags together but none of them alone")
 
 

@@ -105,6 +105,7 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
         (["--save", ""], "--save: needs a value"),
         (["--save", "--seed", "1"], "--save: needs a value"),
         (["--lr", "abc"], "--lr abc: must be a number; the default is 0.001"),
+        (["--vocab-size", "few"], "--vocab-size few: must be an integer; correct it or leave the flag out"),
         (["--seed", "1", "--num-layers", "3.5"], "--num-layers 3.5: must be an integer; the default is 4"),
         (["--num-layers", "9" * 5000], "--num-layers 9999999999"),
         (["--num-layers", "9" * 30], "--num-layers 999999999999999999999999999999: must be at least 1 and at most"),

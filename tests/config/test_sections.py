@@ -22,6 +22,11 @@ from megatron_allattn.config import (
     [
         (ModelConfig, {"num_layers": 0}, "--num-layers 0: must be at least 1 and at most 2147483647; the default is 4"),
         (ModelConfig, {"num_layers": 2**31}, "--num-layers 2147483648: must be at least 1 and at most 2147483647"),
+        (
+            TrainingConfig,
+            {"micro_batch_size": 0},
+            "--micro-batch-size 0: must be at least 1 and at most 2147483647; correct it or leave the flag out",
+        ),
         (ModelConfig, {"num_layers": 2.0}, "--num-layers 2.0: must be an integer; the default is 4"),
         (ModelConfig, {"num_layers": True}, "--num-layers True: must be an integer"),
         (ModelConfig, {"num_layers": None}, "--num-layers None: must be an integer"),
