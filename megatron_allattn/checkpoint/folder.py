@@ -123,6 +123,12 @@ def has_saved(run_folder: Path) -> bool:
     return len(steps) > 1 or any((path / MARKER).exists() for path in entries)
 
 
+def run_around(path: Path) -> Path | None:
+    """The run RUN, one that has saved, if a path is a part of it: RUN/latest, RUN/checkpoints or something in there."""
+    inside = (run for run in path.parents if path == run / LATEST or path.is_relative_to(run / FOLDER))
+    return next((run for run in inside if has_saved(run)), None)
+
+
 def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
@@ -130,7 +136,9 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, l
     """
     parent = run_folder / FOLDER
     if not parent.is_dir():
-        raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}; name a run folder")
+        run = run_around(run_folder)
+        fix = "name a run folder" if run is None else f"name the run folder {run}"
+        raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}; {fix}")
     candidates, skipped = [], []
     for path in sorted(parent.iterdir()):
         if (reason := _why_no_candidate(path)) is not None:

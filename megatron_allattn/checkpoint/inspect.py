@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.checkpoint.folder import FOLDER, find_latest, verify
+from megatron_allattn.checkpoint.folder import FOLDER, find_latest, run_around, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.config.errors import UsageError
 
@@ -71,9 +71,9 @@ def inspect(path: Path) -> Inspection:
     if (path / FOLDER).is_dir():
         path, skipped = find_latest(path)
     elif not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
-        raise UsageError(
-            f"{path}: neither a run folder nor a step folder; name one, e.g. RUN/checkpoints/step_00000100"
-        )
+        run = run_around(path)
+        fix = "name one, e.g. RUN/checkpoints/step_00000100" if run is None else f"name the run folder {run}"
+        raise UsageError(f"{path}: neither a run folder nor a step folder; {fix}")
     problems: list[str] = []
     try:
         verify(path)

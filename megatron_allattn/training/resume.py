@@ -33,7 +33,8 @@ def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
     load, own = run.checkpoint.load, run.checkpoint.save
     if load is None:
         return None, []
-    if own is not None and own.absolute() == load.absolute() and not folder.has_saved(load):
+    new = own is not None and own.absolute() == load.absolute() and not folder.has_saved(load)
+    if new and folder.run_around(load) is None:
         return None, []
     return folder.find_latest(load, check_bytes=True)
 

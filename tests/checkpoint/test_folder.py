@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, verify
+from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, run_around, verify
 from megatron_allattn.checkpoint.tensors import TensorFiles
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors
@@ -34,6 +34,24 @@ def _value(folder: Path) -> float:
 
 def _entries(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("part", ["latest", "checkpoints", "checkpoints/step_00000100", "checkpoints/step_00000007"])
+def test_a_part_of_a_run_is_told_from_a_run(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path / "run", 100)
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("run") / part, tmp_path / "run" / part):
+        run = run_around(path)
+        assert run is not None and run.samefile("run") and run.is_absolute() == path.is_absolute()
+        with pytest.raises(UsageError, match=f"{part}: no checkpoint to load: .*; name the run folder {run}$"):
+            find_latest(path)
+
+
+def test_runs_may_lie_in_a_folder_of_the_same_name(tmp_path: Path) -> None:
+    _save(tmp_path / "checkpoints/one", 100)
+    for path in (tmp_path / "checkpoints/one", tmp_path / "checkpoints/two", tmp_path / "latest", tmp_path):
+        assert run_around(path) is None
+    assert run_around(tmp_path / "checkpoints/one/latest") == tmp_path / "checkpoints/one"
 
 
 def test_what_a_commit_leaves(tmp_path: Path):

@@ -10,7 +10,9 @@ import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
+from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.checkpoint.tensors import TensorFiles
+from megatron_allattn.config.errors import UsageError
 from tests.support.pool import ROOT
 
 STATE = {
@@ -103,6 +105,12 @@ def test_a_newer_incomplete_step_is_mentioned(run: Path):
     code, output, _errors = _inspect(run)
     assert code == 0
     assert output.splitlines()[1].endswith("step_00000013: expected a file COMPLETE, found none (its save did not end)")
+
+
+@pytest.mark.parametrize("part", ["latest", "checkpoints"])
+def test_a_part_of_a_run_names_the_run(run: Path, part: str) -> None:
+    with pytest.raises(UsageError, match=f"{part}: neither a run folder nor a step folder; name the run folder {run}$"):
+        inspect(run / part)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,13 @@ def test_a_finished_run_only_evaluates_again(alone: RunConfig, tmp_path: Path) -
     assert left_by(run) == left_by(alone)
 
 
+def test_a_part_of_a_run_is_no_new_run(alone: RunConfig) -> None:
+    assert alone.checkpoint.save is not None
+    part = alone.checkpoint.save / "checkpoints"
+    with pytest.raises(UsageError, match=f"{part}: no checkpoint to load: .*; name the run folder {part.parent}$"):
+        find_checkpoint(replace(alone, checkpoint=CheckpointConfig(save=part, load=part)))
+
+
 def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, tmp_path: Path) -> None:
     checkpoint = replace(alone.checkpoint, save=tmp_path / "new")
     session = start(replace(alone, checkpoint=checkpoint, training=replace(alone.training, train_iters=3)))
