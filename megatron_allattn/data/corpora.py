@@ -105,8 +105,7 @@ def standard_library() -> Corpus:
             break
         document = Document(path.relative_to(root).as_posix(), path)
         try:
-            for _ in whole_characters(document, read_bytes(document, STANDARD_LIBRARY_FILE_LIMIT)):
-                pass
+            check_text(document)
         except UsageError:
             skipped += 1
             continue
@@ -153,6 +152,12 @@ def whole_characters(document: Document, chunks: Iterator[bytes]) -> Iterator[by
         if text:
             yield text
     _whole_characters(document, pending, offset, line, final=True)
+
+
+def check_text(document: Document) -> None:
+    """Read a document through. Raises UsageError: it is no text."""
+    for _ in whole_characters(document, read_bytes(document, 2**20)):
+        pass
 
 
 def _whole_characters(document: Document, data: bytes, offset: int, line: int, *, final: bool) -> int:

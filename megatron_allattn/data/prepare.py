@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.data import corpora, manifest, staging
 from megatron_allattn.data.corpora import Corpus, Document
 from megatron_allattn.data.indexed import IndexedWriter, dtype_for_vocabulary
@@ -31,7 +31,7 @@ from megatron_allattn.data.manifest import InputRecord, Manifest, SplitRecord
 from megatron_allattn.data.notes import notes_on
 from megatron_allattn.data.parts import Part, Source, sources_of_files, sources_of_text
 from megatron_allattn.data.pieces import TextCounter, TextCounts, TooLongError, ended
-from megatron_allattn.data.splits import SPLITS
+from megatron_allattn.data.splits import SPLITS, split_weights
 from megatron_allattn.data.tokenizers import ByteTokenizer, CharLearner, Learner, Tokenizer
 
 CHUNK_BYTES = 2**16  # larger ones are no faster, and leave the heap in shreds that grow with the text
@@ -180,7 +180,13 @@ def _sources(job: Preparation) -> list[Source]:
         groups = [corpus.documents if corpus else () for corpus in (job.corpus, job.valid, job.test)]
         return sources_of_files(groups, raw_bytes=job.raw_bytes)
     unit = job.maker.name if job.maker.name in ("byte", "char") else "line"
-    return sources_of_text(job.corpus.documents, job.split, unit, raw_bytes=job.raw_bytes)
+    split_weights(job.split)  # a wrong one is told before any text is read
+    try:
+        return sources_of_text(job.corpus.documents, job.split, unit, raw_bytes=job.raw_bytes)
+    except UsageError:  # no split of it is possible: that it is no text, if so, is the better reason
+        for document in () if job.raw_bytes else job.corpus.documents:
+            corpora.check_text(document)
+        raise
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron_allattn.data.indexed import IndexedReader
 from megatron_allattn.data.manifest import Manifest, read_manifest
 from megatron_allattn.data.prepare import Preparation, prepare, unigram_entropy
 from megatron_allattn.data.splits import split_boundaries
-from megatron_allattn.data.tokenizers import CharTokenizer
+from megatron_allattn.data.tokenizers import CharTokenizer, WordLearner
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = sorted(["P.json"] + [f"P_{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx")])
@@ -206,6 +206,18 @@ def test_bad_text_is_named_and_nothing_written(tmp_path: Path, name: str) -> Non
     with pytest.raises(UsageError, match=rf"1\.txt.*{words}"):
         prepare(job(tmp_path, b"abba", content, split="1,0,0", **settings))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.txt", "1.txt"]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", WordLearner()])
+def test_what_is_no_text_is_told_before_a_split_that_it_is_too_short_for(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UsageError, match=r"0\.txt: line 1, byte offset 2 is a NUL byte"):
+        prepare(job(tmp_path, b"ab\0c", tokenizer=tokenizer))
+    with pytest.raises(UsageError, match="--split 90,5,5: leaves n"):
+        prepare(job(tmp_path, b"ab c", tokenizer=tokenizer))
+    with pytest.raises(UsageError, match="--split 90,5: has 2 parts"):
+        prepare(job(tmp_path, b"ab\0c", tokenizer=tokenizer, split="90,5"))
+    with pytest.raises(UsageError, match="--split 90,5,5: leaves none of 4 tokens"):
+        prepare(job(tmp_path, b"ab\0c", raw_bytes=True))
 
 
 def test_file_that_changes_is_refused(tmp_path: Path) -> None:
