@@ -206,9 +206,14 @@ def _perplexity_text(perplexity: Card | None) -> str:
     parts = []
     for key, rule in zip(("with_line_ends", "without_line_ends"), rules, strict=True):
         value = perplexity[key]
-        shown = f"{value:,.4f}" if value is not None else f"none ({perplexity['missing'][key]})"
+        shown = _few_digits(value, ",.4f") if value is not None else f"none ({perplexity['missing'][key]})"
         parts.append(f"{shown} {key.replace('_', ' ')}, {rule}")
     return f"per word: {'; '.join(parts)}"
+
+
+def _few_digits(value: float, form: str) -> str:
+    """The value in that form, from a million on as 1.014e+304."""
+    return f"{value:{form if value < 1e6 else '.4g'}}"
 
 
 def _context_text(card: Card) -> str:
@@ -241,7 +246,7 @@ def _code_text(code: Card) -> str:
     if "missing" in code:
         return code["missing"]
     unit = "bpc" if "bpc" in code else "ppl"
-    value = f"{code[unit]:.6f}" if code[unit] is not None else "beyond any float"
+    value = _few_digits(code[unit], ".6f") if code[unit] is not None else "beyond any float"
     return (
         f"would report {unit} {value} ({code['nats_per_token']:.6f} nats): {code['num_streams']} streams in blocks of "
         f"{code['block_length']} with empty caches at their start, {code['predictions']:,} tokens, "

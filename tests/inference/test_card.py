@@ -148,6 +148,15 @@ def test_a_perplexity_beyond_floats_is_none() -> None:
     assert found["total_nats"] == 1e6
 
 
+def test_a_huge_perplexity_is_told_in_few_digits() -> None:
+    code = replace(CODE, mean_nats=20.0)
+    text = card_text(card(WordTokenizer(["a", "<eos>"]), [0, 0, 1], [50.0, 6.0], code=code))
+    assert "per word: 1.446e+12 with line ends" in text and "5.185e+21 without line ends" in text
+    assert "would report ppl 4.852e+08 (20.000000 nats)" in text
+    text = card_text(card(WordTokenizer(["a", "<eos>"]), [0, 0, 1], [13.8, 13.9]))
+    assert "per word: 1.035e+06 with line ends" in text and "984,609.1112 without line ends" in text
+
+
 def test_no_word_has_no_perplexity() -> None:
     found = card(WordTokenizer(["a", "<eos>"]), [0, 1, 1], [1.0, 1.0])
     assert found["word_perplexity"]["missing"] == {"without_line_ends": "there is no word"}
