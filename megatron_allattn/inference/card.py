@@ -72,14 +72,17 @@ def evaluation_card(
 
 
 def _quality(score: Score, tokenizer: Tokenizer, first_token: int, text: SplitRecord | None) -> Card:
-    bits = score.total_nats / math.log(2)
-    first_bytes, first_characters = _size(tokenizer.decode([first_token])) if text is not None else (0, 0)
+    bits, predicted = score.total_nats / math.log(2), None
+    if text is not None:
+        first_bytes, first_characters = _size(tokenizer.decode([first_token]))
+        predicted = {"characters": text.characters - first_characters, "bytes": text.bytes - first_bytes}
     return {
         "total_nats": score.total_nats,
         "nats_per_token": score.mean_nats,
         "bits_per_token": bits / score.predictions,
-        "bits_per_byte": _ratio(bits, text.bytes - first_bytes) if text is not None else None,
-        "bits_per_character": _ratio(bits, text.characters - first_characters) if text is not None else None,
+        "bits_per_byte": _ratio(bits, predicted["bytes"]) if predicted is not None else None,
+        "bits_per_character": _ratio(bits, predicted["characters"]) if predicted is not None else None,
+        "predicted_text": predicted,
         "word_perplexity": _word_perplexity(score, tokenizer, text),
     }
 
@@ -190,7 +193,8 @@ def _bits_text(card: Card) -> str:
         f"{card[key]:.6f} per {name}" if card[key] is not None else f"none per {name}: there is no further {name}"
         for key, name in (("bits_per_character", "character"), ("bits_per_byte", "byte"))
     ]
-    counts = ", ".join(f"{text[name]:,} {name}" for name in ("characters", "bytes", "words", "lines"))
+    predicted = [f"{count:,} of {text[name]:,} {name}" for name, count in card["predicted_text"].items()]
+    counts = f"{' and '.join(predicted)} are predicted; {text['words']:,} words, {text['lines']:,} lines"
     absent = card["data"]["not_in_the_tokens"]
     bound = f"; lower bounds, for this is in the text and in no token: {', '.join(absent)}" if absent else ""
     return f"{', '.join(parts)} of the original text ({counts}){bound}"

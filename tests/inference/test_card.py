@@ -103,6 +103,7 @@ def test_bytes() -> None:
 )
 def test_the_first_tokens_text_is_not_counted(tokenizer: Tokenizer, first: int, size: tuple[int, int]) -> None:
     found = card(tokenizer, [first] + [0] * 80, [2.5 * LN2] * 80)
+    assert found["predicted_text"] == {"characters": 101 - size[1], "bytes": 121 - size[0]}
     assert found["bits_per_byte"] == pytest.approx(200 / (121 - size[0]))
     assert found["bits_per_character"] == pytest.approx(200 / (101 - size[1]))
 
@@ -135,7 +136,7 @@ def test_words_without_line_ends_in_the_tokens() -> None:
 def test_unknown_text() -> None:
     found = card(NullTokenizer(9), [1, 2, 3], [1.0, 2.0], text=None)
     assert found["bits_per_byte"] is found["bits_per_character"] is found["word_perplexity"] is None
-    assert found["data"]["original_text"] is None
+    assert found["data"]["original_text"] is found["predicted_text"] is None
     text = card_text(found)
     assert text.count("unknown: the data does not say what its original text was") == 2
     assert "newline rule" not in text
@@ -212,7 +213,7 @@ def test_the_text_of_a_full_card() -> None:
         "scored        80 of 81 tokens, each once, tails included; the first has nothing before it and is context only",
         "loss          1.732868 nats = 2.500000 bits per token",
         "bits          2.000000 per character, 1.666667 per byte of the original text "
-        "(101 characters, 121 bytes, 20 words, 5 lines)",
+        "(100 of 101 characters and 120 of 121 bytes are predicted; 20 words, 5 lines)",
         "perplexity    per word: 256.0000 with line ends, exp(nats / (words + lines)); "
         "1,024.0000 without line ends, exp(nats / words)",
         "context       full: 4 streams in blocks of 32, each after an unscored overlap of 300 tokens, the sum of the "
