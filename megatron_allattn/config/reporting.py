@@ -39,8 +39,9 @@ def refuse(error: Exception) -> int:
 
 
 def interrupted() -> int:
-    """Report Ctrl-C (SIGINT). Exit code 1."""
-    print("error: interrupted", file=sys.stderr, flush=True)
+    """Report Ctrl-C (SIGINT), once where several ranks get it. Exit code 1."""
+    if first_rank_guess():
+        print("error: interrupted", file=sys.stderr, flush=True)
     return 1
 
 

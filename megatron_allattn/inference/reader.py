@@ -11,6 +11,7 @@ from megatron_allattn.config import ModelConfig, UsageError
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.kernels.cached import CachedAttention
+from megatron_allattn.kernels.compiled import load_passes
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.backends import backend_of
@@ -27,7 +28,8 @@ class Reader:
     def __init__(self, network: Network, spans: Spans, batch_size: int, attend: Attend | None = None) -> None:
         model, weight = network.config, next(network.parameters())
         self._network, self._device = network, weight.device
-        self._kept = CachedAttention() if attend is None else None
+        compiled = load_passes()[0] if self._device.type == "cpu" else None
+        self._kept = CachedAttention(compiled) if attend is None else None
         self._slot: _NoStates | CacheSlot = (
             _NoStates(weight.new_zeros(batch_size, 0, model.hidden_size))
             if attend is None

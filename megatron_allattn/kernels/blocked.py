@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.blocked_heads import Gradients, Heads
-from megatron_allattn.kernels.compiled import CompiledPasses
+from megatron_allattn.kernels.compiled import TYPES, CompiledPasses
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
 from megatron_allattn.kernels.memory import memory_weight
 from megatron_allattn.kernels.passes import Passes, TorchPasses
@@ -49,20 +49,21 @@ class Blocked:
         state: BlockState,
     ) -> Tensor:
         check_shapes(block_BMD, cache_BCD, weights, state)
-        passes = choose_passes(self._compiled, self._workspace, block_BMD.device, weights, settings)
+        passes = choose_passes(self._compiled, self._workspace, block_BMD, weights, settings)
         return _Attend.apply(block_BMD, cache_BCD, *weights.tensors(), (self._workspace, passes, settings, state))
 
 
 def choose_passes(
     compiled: CompiledPasses | None,
     workspace: Workspace,
-    device: torch.device,
+    block: Tensor,
     weights: LayerWeights,
     settings: AttentionSettings,
 ) -> Passes:
     """The compiled ones, if they can do it."""
     multiplies = weights.span is not None and settings.normalization == "window"
-    if compiled is None or multiplies or device.type not in ("cpu", "meta"):
+    known = block.device.type in ("cpu", "meta") and block.dtype in TYPES
+    if compiled is None or multiplies or not known:
         return TorchPasses(workspace)
     return compiled
 

@@ -1,8 +1,8 @@
 """One head at a time of the `blocked` backend: tiles of scores and weights, forward and backward.
 
-Shape letters as in interface.py, and: M a whole number of tiles; S distances of a head (`columns_of`); T rows of a tile, G tiles
-of a stream, R rows of a unit: some tiles of a stream, or all tiles of some streams, whose buffers [R, S + N] are meant
-to stay in cache memory. k and v of a position stand side by side, [2·K].
+Shape letters as in interface.py, and: M a whole number of tiles; S distances of a head (`columns_of`); T rows of a
+tile, G tiles of a stream, R rows of a unit: some tiles of a stream, or all tiles of some streams, whose buffers
+[R, S + N] are meant to stay in cache memory. k and v of a position stand side by side, [2·K].
 """
 
 from collections.abc import Iterator

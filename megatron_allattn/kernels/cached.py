@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.blocked import choose_passes, outputs, project, whole_tiles
 from megatron_allattn.kernels.blocked_heads import Heads
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import CompiledPasses
 from megatron_allattn.kernels.interface import (
     AttentionSettings,
     BlockState,
@@ -38,10 +38,12 @@ class CachedAttention:
     """The backend of all layers of one network over B streams, which are read block after block.
 
     Streams start empty; a new object starts new ones. Every call takes a layer's block and keeps what the next needs.
+
+    compiled: as of `Blocked`.
     """
 
-    def __init__(self) -> None:
-        self._workspace, (self._compiled, _) = Workspace(), load_passes()
+    def __init__(self, compiled: CompiledPasses | None) -> None:
+        self._workspace, self._compiled = Workspace(), compiled
         self._layers: dict[int, _Layer] = {}
 
     @torch.no_grad()
@@ -64,7 +66,7 @@ class CachedAttention:
         if block_BMD.shape[1] == 1:
             y = layer.attend_to_one(projected.q, weights)
         else:
-            passes = choose_passes(self._compiled, self._workspace, whole.device, weights, settings)
+            passes = choose_passes(self._compiled, self._workspace, whole, weights, settings)
             call = (self._workspace, passes, settings, state)
             y = outputs(_CachedHeads(layer, whole, weights, memory, *call), projected)
         length = block_BMD.shape[1]

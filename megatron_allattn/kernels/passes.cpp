@@ -1,6 +1,13 @@
 // The passes of passes.py over rows of scores, each row once and in the first-level cache: compiled.py builds and calls
 // them. Arithmetic is in float (double for double); a row's sums have one order, whatever the number of threads.
 
+#ifdef __clang__
+#error "clang brings an OpenMP library of its own beside the one that PyTorch uses"
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the halves of a hash would be in another order than the columns"
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>

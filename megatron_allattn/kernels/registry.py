@@ -18,14 +18,18 @@ from megatron_allattn.kernels.interface import AttentionSettings, BlockState, La
 Attend = Callable[[Tensor, Tensor, LayerWeights, AttentionSettings, BlockState], Tensor]
 
 
-def _triton() -> Attend:
+def _blocked(device: torch.device) -> Attend:
+    return Blocked(*load_passes()) if device.type == "cpu" else Blocked(None)
+
+
+def _triton(device: torch.device) -> Attend:
     """Imported when it is chosen: triton is there on machines with a GPU only."""
     return importlib.import_module("megatron_allattn.kernels.triton_attention").Triton()
 
 
-BACKENDS: dict[str, Callable[[], Attend]] = {
-    "eager": lambda: eager.attend,
-    "blocked": lambda: Blocked(*load_passes()),
+BACKENDS: dict[str, Callable[[torch.device], Attend]] = {
+    "eager": lambda device: eager.attend,
+    "blocked": _blocked,
     "triton": _triton,
 }
 TRITON_HEAD_SIZES = (16, 32, 64, 128)
@@ -69,8 +73,8 @@ def choose_backend(
 
 
 def _make(name: str, why: str, device: torch.device) -> AttentionBackend:
-    attend = BACKENDS[name]()
-    detail = f"; {attend.about}" if isinstance(attend, Blocked) and device.type == "cpu" else ""
+    attend = BACKENDS[name](device)
+    detail = f"; {attend.about}" if isinstance(attend, Blocked) else ""
     return AttentionBackend(name, f"{name} ({why}{detail})", attend)
 
 

@@ -72,8 +72,8 @@ def test_a_backend_that_is_wrong_in_one_gradient_fails(monkeypatch: pytest.Monke
         doubled = 2 * weights.span - weights.span.detach()  # the same value, twice the gradient
         return eager.attend(block, cache, replace(weights, span=doubled), settings, state)
 
-    monkeypatch.setitem(BACKENDS, "eager", lambda: eager.attend)
-    monkeypatch.setitem(BACKENDS, "wrong", lambda: wrong)
+    monkeypatch.setitem(BACKENDS, "eager", lambda device: eager.attend)
+    monkeypatch.setitem(BACKENDS, "wrong", lambda device: wrong)
     monkeypatch.setattr(check, "CASES", {"one": check.CASES["2 heads of 32, one vector"]})
     rows = {row.part: row for row in compare_backends(CPU) if "float32" in row.part}
     assert rows["attention eager, float32"].status == "passed"

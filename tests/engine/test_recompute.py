@@ -32,7 +32,7 @@ VARIANTS = {
 def build(case: Case, recompute: str, model: ModelConfig, backend: str, batch: int, block: int) -> Engine:
     run = run_config(case, model, batch, block)
     groups, fused = groups_of(case.tensor, case.data), FusedOps("torch")
-    network = Network(model, VOCABULARY, groups.tensor, fused, BACKENDS[backend](), recompute)
+    network = Network(model, VOCABULARY, groups.tensor, fused, BACKENDS[backend](torch.device("cpu")), recompute)
     initialize(network, 1)
     kind = PlainEngine if case.engine == "plain" else DeepSpeedEngine
     return kind(network, run, groups, torch.device("cpu"), getattr(torch, case.dtype), fused)

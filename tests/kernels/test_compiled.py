@@ -21,6 +21,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "extensions" / "megatron_allattn"
 
 
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_they_are_compiled_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, how = load_passes()
     assert passes is not None and how == "compiled passes"
@@ -46,11 +52,15 @@ def test_another_source_or_compiler_is_another_library(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_passes()
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", 'exec c++ "$@"'))
+    load_passes()
+    monkeypatch.setenv("CXX", f"{tmp_path / 'compiler'} -g0")
+    load_passes()
     changed = tmp_path / "changed.cpp"
     changed.write_text(compiled.SOURCE.read_text() + "\n// changed\n")
     monkeypatch.setattr(compiled, "SOURCE", changed)
     load_passes()
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,22 +69,18 @@ def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not folder.exists()
 
 
-def script(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("echo first >&2; echo 'fatal error: no OpenMP' >&2; exit 1", "fatal error: no OpenMP"),
+        ("printf 'in x.cpp\\nerror: no \\351\\ncompilation terminated.\\n' >&2; exit 1", "error: no"),
+        ("printf 'ld: cannot find -lgomp\\ncollect2: error: ld returned 1\\n' >&2; exit 1", "ld: cannot find -lgomp"),
+        ("echo killed >&2; exit 1", "killed"),
         ("exit 1", "exit code 1"),
         ("exit 0", "No such file"),
         ('for last; do :; done; echo nonsense > "$last"', "invalid ELF header|file too short"),
         ("sleep 20", "took more than 1 seconds"),
     ],
-    ids=["says why", "silent", "writes nothing", "writes nonsense", "hangs"],
+    ids=["error", "linker", "something else", "silent", "writes nothing", "writes nonsense", "hangs"],
 )
 def test_a_compiler_that_fails_is_no_error(
     text: str, reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +100,57 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(blocked))
     passes, how = load_passes()
     assert passes is None and "Not a directory" in how
+
+
+def test_a_library_that_was_cut_short_is_made_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_passes()
+    (library,) = folder.iterdir()
+    other = tmp_path / "other" / folder.name  # what this process has loaded it would not open again
+    other.mkdir(mode=0o700, parents=True)
+    (other / library.name).touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "other"))
+    assert load_passes()[0] is not None
+    assert (other / library.name).stat().st_size == library.stat().st_size
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_nothing_is_loaded_from_where_others_may_write(folder: Path, mode: int) -> None:
+    load_passes()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    passes, how = load_passes()
+    assert passes is None and f"others may write to {folder}" in how
+
+
+@pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"])
+def test_an_empty_variable_is_as_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(name, "")
+    assert load_passes()[0] is not None
+    assert len(list((tmp_path / ".cache" / "torch_extensions" / "megatron_allattn").iterdir())) == 1
+
+
+def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    passes, how = load_passes()
+    assert passes is None and "home" in how
+
+
+def test_a_compiler_with_another_openmp_library_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "c++ -D__clang__=15")
+    passes, how = load_passes()
+    assert passes is None and "clang brings an OpenMP library of its own" in how
 
 
 def test_there_is_one_openmp_library_in_the_process() -> None:

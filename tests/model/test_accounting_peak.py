@@ -90,7 +90,7 @@ def _measure(rank: int, world_size: int, run: RunConfig, vocab_size: int, steps:
         engines[0].train_step(*block(step), step + 1, 1e-3, known[0])
 
     def start() -> None:
-        attend = BACKENDS[training.attention_backend]()
+        attend = BACKENDS[training.attention_backend](torch.device("cpu"))
         network = Network(run.model, vocab_size, groups.tensor, fused, attend, training.recompute_granularity)
         for parameter in network.parameters():
             parameter.data.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1))

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, backend: str = "eager") -> Network:
-    network = Network(config, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend]())
+    network = Network(config, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend](torch.device("cpu")))
     initialize(network, 4)
     generator = torch.Generator().manual_seed(9)
     for parameter in network.span_parameters():

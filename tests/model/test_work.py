@@ -36,7 +36,7 @@ COUNTED = {torch.ops.aten.addmm_: inplace_flops, torch.ops.aten.baddbmm_: inplac
 
 def count(model: ModelConfig, backend: str, training: bool, reach: list[list[int]], recompute: str = "none") -> int:
     """What PyTorch counts in a forward pass, and a backward pass, over the real network with full caches."""
-    network = Network(model, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend](), recompute)
+    network = Network(model, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend](torch.device("cpu")), recompute)
     generator = torch.Generator().manual_seed(3)
     for parameter in network.parameters():
         parameter.data.normal_(0.0, 0.1, generator=generator)

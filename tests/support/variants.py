@@ -44,7 +44,7 @@ def dropout_of(name: str) -> dict[str, float]:
 
 def build(config: ModelConfig, group: Group, backend: str = "eager") -> Network:
     """This rank's network in float64, with spans inside the ramp and biases that are not zero."""
-    network = Network(config, VOCABULARY, group, FusedOps("torch"), BACKENDS[backend]())
+    network = Network(config, VOCABULARY, group, FusedOps("torch"), BACKENDS[backend](torch.device("cpu")))
     initialize(network, 4)
     network = network.double()
     for layer, z in enumerate(network.span_parameters()):
