@@ -151,7 +151,7 @@ def test_system_packages_are_left_alone_without_apt_or_root(tmp_path: Path, pres
     )
     assert (done.returncode, done.stderr) == (0, "")
     reason = "not root" if "apt-get" in present else "no apt-get here"
-    assert done.stdout.startswith(f"system-deps: {reason}; tests that need openssh-server pdsh numactl will skip")
+    assert done.stdout.startswith(f"system-deps: {reason}; tests that need openssh-server pdsh numactl g++ will skip")
 
 
 def test_ci_runs_system_deps_lint_and_test() -> None:

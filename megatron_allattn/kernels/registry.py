@@ -64,17 +64,17 @@ def choose_backend(
     if choice == "auto":
         name = next(name for name, obstacle in obstacles.items() if obstacle is None)
         passed = "; ".join(f"not {other}: {obstacle}" for other, obstacle in obstacles.items() if obstacle)
-        return _make(name, passed or "the fastest where it can run", device)
+        return _make(name, passed or "the fastest where it can run", device, normalization)
     if choice not in BACKENDS:
         raise ValueError(f"--attention-backend {choice}: known are auto, {', '.join(sorted(BACKENDS))}")
     if (obstacle := obstacles.get(choice)) is not None:
         raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or eager")
-    return _make(choice, "asked for", device)
+    return _make(choice, "asked for", device, normalization)
 
 
-def _make(name: str, why: str, device: torch.device) -> AttentionBackend:
+def _make(name: str, why: str, device: torch.device, normalization: str) -> AttentionBackend:
     attend = BACKENDS[name](device)
-    detail = f"; {attend.about}" if isinstance(attend, Blocked) else ""
+    detail = f"; {attend.about}" if isinstance(attend, Blocked) and normalization == "span" else ""
     return AttentionBackend(name, f"{name} ({why}{detail})", attend)
 
 

@@ -162,9 +162,7 @@ def test_a_wrong_result_fails_the_check(tmp_path: Path) -> None:
     ]
     assert code == 1
     assert report["passed"] is False
-    # where the mask ends is known to the blocked backend in another place too, so it notices
     assert failed[: len(wrong)] == wrong
-    assert {"attention blocked, float32", "attention blocked, bfloat16"} <= set(failed[len(wrong) :])
     assert printed.splitlines()[-1].startswith(f"failed: {', '.join(failed)}; ")
 
 
