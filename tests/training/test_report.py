@@ -14,6 +14,7 @@ import torch
 from megatron_allattn.config import LoggingConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE, single_process_groups
 from megatron_allattn.training.report import Console, clock, header
@@ -125,6 +126,7 @@ def test_clock() -> None:
 def header_of(run: RunConfig) -> list[str]:
     fused = FusedOps("torch")
     network = Network(run.model, 256, ALONE, fused)
+    initialize(network, 1)
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float32, fused)
     dataset = SimpleNamespace(description="some text")
     return header(cast(Session, SimpleNamespace(run=run, engine=engine, dataset=dataset, notes=["one", "two"])))
