@@ -28,8 +28,9 @@ class Reader:
     def __init__(self, network: Network, spans: Spans, batch_size: int, attend: Attend | None = None) -> None:
         model, weight = network.config, next(network.parameters())
         self._network, self._device = network, weight.device
-        compiled = load_passes()[0] if self._device.type == "cpu" else None
-        self._kept = CachedAttention(compiled) if attend is None else None
+        self._kept: CachedAttention | None = None
+        if attend is None:
+            self._kept = CachedAttention(load_passes()[0] if self._device.type == "cpu" else None)
         self._slot: _NoStates | CacheSlot = (
             _NoStates(weight.new_zeros(batch_size, 0, model.hidden_size))
             if attend is None

@@ -20,6 +20,7 @@ from megatron_allattn.kernels.interface import (
     distances_seen,
     smallest_mask,
     span_slope,
+    wide_type,
 )
 from megatron_allattn.kernels.memory import project_cache
 from megatron_allattn.kernels.passes import Dropout, Passes, Rows
@@ -313,8 +314,3 @@ class Gradients:
             None if value is None else torch.zeros_like(value),
             torch.zeros_like(position, dtype=wide_type(position.dtype)),
         )
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """float32, or what is wider."""
-    return dtype if dtype == torch.float64 else torch.float32

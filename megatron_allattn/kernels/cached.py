@@ -26,6 +26,7 @@ from megatron_allattn.kernels.interface import (
     check_shapes,
     distances_seen,
     span_mask,
+    wide_type,
 )
 from megatron_allattn.kernels.memory import memory_weight
 from megatron_allattn.kernels.passes import Passes
@@ -103,7 +104,7 @@ class _Layer:
         distances = torch.arange(self.longest, 0, -1, device=block.device)
         spans = torch.tensor(self.spans, device=block.device)
         beyond = distances > spans[:, None]
-        wide = torch.promote_types(block.dtype, torch.float32)
+        wide = wide_type(block.dtype)
         masks = torch.ones(beyond.shape, dtype=wide, device=block.device)
         if weights.span is not None:
             z, settings = weights.span.to(wide), self.settings

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_allattn.kernels.interface import wide_type
 from megatron_allattn.kernels.passes import Rows, bias_gradient
 from megatron_allattn.parallel.random import drop_threshold
 
@@ -75,8 +76,7 @@ class CompiledPasses:
     def _call(self, name: str, rows: Rows, scores: Tensor, *rest: Tensor | ctypes.c_bool) -> None:
         if scores.device.type == "meta":
             return
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        assert rows.factors is None and (rows.bias is None or rows.bias.dtype == wide)
+        assert rows.factors is None and (rows.bias is None or rows.bias.dtype == wide_type(scores.dtype))
         assert all(one.dtype == scores.dtype for one in rest if isinstance(one, Tensor))
         described = _Rows(
             count=scores.shape[0],

@@ -102,6 +102,11 @@ def span_slope(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Ten
     return (ramp + 1 - distances + span * max_span) / ramp
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of masks and sums: float32, or what is wider."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
 def smallest_mask(dtype: torch.dtype) -> float:
     """Stands for a mask of 0 at its end, where it has a gradient: too small for the output to show it, so that the
     gradient, divided by it, is exact. dtype: float32 or float64."""

@@ -133,6 +133,21 @@ const T* band_row(const Rows& rows, std::int64_t row, const T* band) {
     return band + row * (rows.span + rows.tile - 1) + row % rows.tile;
 }
 
+// A row's numbers: those by position of the band, beside `own` if `both`, and the persistent vectors' of `own`
+template <class T, class A>
+void gather(const Rows& rows, std::int64_t row, const T* own, const T* band, bool both, A* x) {
+    const T* products = band_row(rows, row, band);
+    if (both) {
+#pragma omp simd
+        for (std::int64_t j = 0; j < rows.span; ++j) x[j] = widen(own[j]) + widen(products[j]);
+    } else {
+#pragma omp simd
+        for (std::int64_t j = 0; j < rows.span; ++j) x[j] = widen(products[j]);
+    }
+#pragma omp simd
+    for (std::int64_t j = rows.span; j < rows.width; ++j) x[j] = widen(own[j]);
+}
+
 template <class A>
 void softmax(Scratch<A>& scratch, std::int64_t width) {
     A* x = scratch.values.data();
@@ -163,7 +178,7 @@ void softmax(Scratch<A>& scratch, std::int64_t width) {
 template <class T>
 void weights(const Rows& rows, T* scores, T* band, T* out) {
     using A = Wide<T>;
-    const std::int64_t S = rows.span, width = rows.width;
+    const std::int64_t width = rows.width;
 #pragma omp parallel num_threads(rows.threads)
     {
         Scratch<A> scratch(width);
@@ -171,15 +186,11 @@ void weights(const Rows& rows, T* scores, T* band, T* out) {
 #pragma omp for schedule(static)
         for (std::int64_t row = 0; row < rows.count; ++row) {
             T* own = scores + row * width;
-            const T* products = band_row(rows, row, band);
             const A* bias = static_cast<const A*>(rows.bias);
-#pragma omp simd
-            for (std::int64_t j = 0; j < S; ++j) x[j] = widen(own[j]) + widen(products[j]);
+            gather(rows, row, own, band, true, x);
 #pragma omp simd
             for (std::int64_t j = 0; j < rows.biased; ++j) x[j] += bias[j];
-#pragma omp simd
-            for (std::int64_t j = S; j < width; ++j) x[j] = widen(own[j]);
-            const std::int64_t empty = S - rows.known - (rows.first + row) % rows.length;
+            const std::int64_t empty = rows.span - rows.known - (rows.first + row) % rows.length;
             for (std::int64_t j = 0; j < empty; ++j) x[j] = -std::numeric_limits<A>::infinity();
             if (empty >= width) {  // the first token, with nothing to look at
                 for (std::int64_t j = 0; j < width; ++j) x[j] = 0;
@@ -199,7 +210,7 @@ void weights(const Rows& rows, T* scores, T* band, T* out) {
 template <class T>
 void gradients(const Rows& rows, const T* p, T* grads, T* band, bool both) {
     using A = Wide<T>;
-    const std::int64_t S = rows.span, width = rows.width;
+    const std::int64_t width = rows.width;
 #pragma omp parallel num_threads(rows.threads)
     {
         Scratch<A> scratch(width);
@@ -207,17 +218,8 @@ void gradients(const Rows& rows, const T* p, T* grads, T* band, bool both) {
 #pragma omp for schedule(static)
         for (std::int64_t row = 0; row < rows.count; ++row) {
             const T* weight = p + row * width;
-            const T* products = band_row(rows, row, band);
             T* own = grads + row * width;
-            if (both) {
-#pragma omp simd
-                for (std::int64_t j = 0; j < S; ++j) x[j] = widen(own[j]) + widen(products[j]);
-            } else {
-#pragma omp simd
-                for (std::int64_t j = 0; j < S; ++j) x[j] = widen(products[j]);
-            }
-#pragma omp simd
-            for (std::int64_t j = S; j < width; ++j) x[j] = widen(own[j]);
+            gather(rows, row, own, band, both, x);
             drop(rows, row, scratch);
             A lanes[LANES] = {};
             const std::int64_t whole = width / LANES * LANES;

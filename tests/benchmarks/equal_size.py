@@ -11,9 +11,8 @@ not repeated. The table is printed as Markdown; the commands go to standard erro
 import argparse
 import math
 import statistics
-from pathlib import Path
 
-from trained import records_of
+from trained import comparison_flags, records_of
 
 MODELS = {
     "all-attention": "--num-layers 6 --variant all-attn --persistent-memory-size 256",
@@ -35,16 +34,10 @@ def train(model: str, seed: int, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--train-iters", type=int, default=1500)
+    parser = comparison_flags(__doc__, train_iters=1500)
     parser.add_argument("--lr", default="3e-3")
     parser.add_argument("--extra", default="", help="further flags for both models, in one word")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    options.output = options.output.resolve()
     losses = {model: [train(model, seed, options) for seed in options.seeds] for model in MODELS}
     print("| model | seed | validation, nats | bits |\n|---|---|---|---|")
     for model, results in losses.items():

@@ -8,9 +8,8 @@ table is printed as Markdown; the commands go to standard error.
 
 import argparse
 import statistics
-from pathlib import Path
 
-from trained import records_of
+from trained import comparison_flags, records_of
 
 LAST = 50
 FLAGS = (
@@ -30,14 +29,7 @@ def train(precision: str, seed: int, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-path", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--train-iters", type=int, default=300)
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    options.output = options.output.resolve()
+    options = comparison_flags(__doc__, train_iters=300).parse_args()
     print("| seed | float32 | bfloat16 | difference |\n|---|---|---|---|")
     for seed in options.seeds:
         full, half = (train(precision, seed, options) for precision in PRECISIONS)

@@ -1,5 +1,6 @@
 """Training runs of the comparisons beside this file."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -7,6 +8,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def comparison_flags(description: str, train_iters: int) -> argparse.ArgumentParser:
+    """The flags that every comparison has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-path", required=True)
+    parser.add_argument("--output", type=lambda name: Path(name).resolve(), required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--train-iters", type=int, default=train_iters)
+    return parser
 
 
 def records_of(folder: Path, flags: str) -> list[dict[str, Any]]:
@@ -18,6 +29,7 @@ def records_of(folder: Path, flags: str) -> list[dict[str, Any]]:
     if not (outcome.exists() and json.loads(outcome.read_text())["outcome"] == "done"):
         command = f"pretrain.py {flags} --save {folder}"
         print(f"python {command}", file=sys.stderr, flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.with_name(f"{folder.name}.log")
         with log.open("w") as file:
             done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, stdout=file, stderr=file, check=False)
