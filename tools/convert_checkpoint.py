@@ -62,8 +62,12 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     lines = [
         f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
     ]
-    if run.model.adaptive_span and run.recipe is None and "--span-ramp" not in given.explicit:
-        lines.append(f"note: the file does not say the span ramp; {run.model.span_ramp} is assumed (--span-ramp)")
+    model = run.model
+    unsaid = {"--span-ramp": model.span_ramp, "--span-loss": model.span_loss} if model.adaptive_span else {}
+    unsaid |= {"--attention-dropout": model.attention_dropout, "--embedding-dropout": model.embedding_dropout}
+    assumed = [f"{name} {value}" for name, value in unsaid.items() if name not in given.explicit]
+    if assumed and run.recipe is None:
+        lines.append(f"note: the file does not say it, and this is assumed: {', '.join(assumed)}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from megatron_allattn.config.errors import UsageError, usage_error
 
 MINIMUM_TORCH = "2.10"
 _ARCHIVE = b"PK\x03\x04"  # how the archives that torch.save writes begin
+_PICKLE = b"\x80"  # how what older ones wrote begins
 _GIVE = "give a file that torch.save wrote"
 
 
@@ -69,6 +70,9 @@ def _reason(path: Path, error: Exception) -> str:
         return "is empty"
     if wanted := re.search(r"GLOBAL (\S+)", str(error)):
         return f"would call {wanted[1]} when loaded; it was refused, nothing of it has run"
+    with path.open("rb") as handle:
+        if not handle.read(len(_ARCHIVE)).startswith((_ARCHIVE, _PICKLE)):
+            return "is nothing that torch.save wrote"
     return f"is damaged or nothing that torch.save wrote ({type(error).__name__})"
 
 

@@ -20,6 +20,7 @@ same a window may give the other). Models of which this is not true get whole li
 """
 
 import base64
+import errno
 import functools
 import importlib
 import itertools
@@ -299,11 +300,17 @@ class SubwordLearner:
     def _train(self, counts: Mapping[str, int], options: dict[str, Any]) -> bytes:
         sentencepiece_library()
         script = Path(__file__).with_name("subword_trainer.py")
-        with tempfile.TemporaryFile() as words:
-            words.writelines(f"{word}\t{count}\n".encode() for word, count in counts.items())
-            words.seek(0)
-            command = [sys.executable, "-P", str(script), json.dumps(options)]
-            done = subprocess.run(command, stdin=words, capture_output=True, check=False)
+        try:
+            with tempfile.TemporaryFile() as words:
+                words.writelines(f"{word}\t{count}\n".encode() for word, count in counts.items())
+                words.seek(0)
+                command = [sys.executable, "-P", str(script), json.dumps(options)]
+                done = subprocess.run(command, stdin=words, capture_output=True, check=False)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            place = f"temporary files in {tempfile.gettempdir()} (TMPDIR)"  # which the error does not say
+            raise OSError(error.errno, error.strerror, place) from None
         if done.returncode == 0:
             return done.stdout
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

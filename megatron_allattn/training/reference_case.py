@@ -6,6 +6,7 @@ Names in a file are our logical names.
 """
 
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -36,6 +37,24 @@ ALWAYS = ("vocab", "d", "heads", "layers", "N", "span", "adapt_span", "block", "
 WITH_ADAPTIVE_SPAN = ("ramp", "span_loss")
 WITH_ADAPTIVE_IO = ("cutoffs", "divval", "tied")
 AT_WILL = ("adapt_io", "ff", "warmup", "seed")
+FLAGS = {  # what a key is called where its value is checked
+    "--hidden-size": "d",
+    "--num-attention-heads": "heads",
+    "--num-layers": "layers",
+    "--persistent-memory-size": "N",
+    "--max-attention-span": "span",
+    "--span-ramp": "ramp",
+    "--span-loss": "span_loss",
+    "--adaptive-cutoffs": "cutoffs",
+    "--adaptive-div-value": "divval",
+    "--feed-forward-size": "ff",
+    "--seq-length": "block",
+    "--global-batch-size": "batch",
+    "--train-iters": "steps",
+    "--lr-warmup-iters": "warmup",
+    "--lr": "lr",
+    "--clip-grad": "clip",
+}
 TOKEN_LOSSES = ("log_probs", "nll")
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error)
 _GIVE = "give a case as docs/reference_cases.md describes it"
@@ -102,7 +121,8 @@ def read_case(path: Path, tensor_size: int = 1, normalization: Literal["window",
         check_world(run, tensor_size)
         check_vocabulary(run.model, vocab_size)
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
+        words = re.sub(r"--[a-z-]+", lambda found: FLAGS.get(found[0], found[0]), str(error))
+        raise UsageError(f"{path}: {words}") from error
     case = Case(path.stem, vocab_size, run, arrays)
     _check_arrays(path, case)
     return case

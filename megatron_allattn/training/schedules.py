@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_allattn.config import OptimizerConfig
+from megatron_allattn.config import OptimizerConfig, TrainingConfig
 
 
 def learning_rate(config: OptimizerConfig, train_iters: int, step: int, dropped_at: int | None = None) -> float:
@@ -22,3 +22,21 @@ def learning_rate(config: OptimizerConfig, train_iters: int, step: int, dropped_
     done = min(1.0, (step - config.lr_warmup_iters) / (end - config.lr_warmup_iters))
     left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def schedule_notes(optimizer: OptimizerConfig, training: TrainingConfig) -> list[str]:
+    """What a schedule is too long for: a warm-up, or a plateau, that --train-iters does not leave room for."""
+    iters, warmup, interval = training.train_iters, optimizer.lr_warmup_iters, training.eval_interval
+    notes = []
+    if warmup >= iters:
+        share = f"{iters / warmup:.1%} of --lr"
+        notes.append(f"all {iters:,} steps are warm-up (--lr-warmup-iters {warmup:,}): the last one has {share}")
+    if optimizer.lr_decay_style == "plateau" and (optimizer.lr_decay_iters or iters) >= iters:
+        after = iters // interval - min(iters, warmup) // interval
+        needed = optimizer.plateau_patience + (0 if warmup >= interval else 1)  # the first one has to be the best
+        if after < needed:
+            notes.append(
+                f"the learning rate will not be divided by 10: that takes {needed} evaluations after the warm-up "
+                f"(--plateau-patience {optimizer.plateau_patience}), --train-iters {iters:,} leaves room for {after}"
+            )
+    return notes

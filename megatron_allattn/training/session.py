@@ -3,6 +3,7 @@
 Each step that may fail on some ranks only is agreed on by all, so that one line reaches the user.
 """
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
+from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
@@ -38,6 +40,7 @@ from megatron_allattn.training.resume import (
     knows_its_tokens,
     trim_metrics,
 )
+from megatron_allattn.training.schedules import schedule_notes
 
 T = TypeVar("T")
 
@@ -136,10 +139,11 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     agreed(lambda: check_sinks(run.logging))
     dataset = agreed(lambda: open_dataset(run.data, explicit, prepare=prepare_arguments(run.recipe)))
     agreed(lambda: check_vocabulary(run.model, dataset.tokenizer.vocab_size))
+    agreed(lambda: _check_memory(run, dataset.tokenizer.vocab_size, groups.tensor.size, device))
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
     )
-    notes = agreed(lambda: _evaluation_notes(run, dataset))
+    notes = [*agreed(lambda: _evaluation_notes(run, dataset)), *schedule_notes(run.optimizer, run.training)]
     if streams.dropped_tokens:
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
@@ -186,6 +190,18 @@ def _precision(run: RunConfig) -> torch.dtype:
 def _check_precision(run: RunConfig, device: torch.device) -> None:
     if run.training.fp16 and device.type == "cpu":
         raise usage_error("--fp16", True, "DeepSpeed trains in float16 on GPUs only", "use --bf16 or neither")
+
+
+def _check_memory(run: RunConfig, vocab_size: int, ranks: int, device: torch.device) -> None:
+    """A rank's weights alone must fit where they are to be: what is absurd is refused before anything is built."""
+    needed = 4 * count_parameters(run.model, vocab_size).total // ranks
+    there, name = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "machine"
+    if device.type == "cuda":
+        there, name = torch.cuda.get_device_properties(device).total_memory, "GPU"
+    if needed > there:
+        rule = f"the weights of a rank take {needed / 1e9:,.0f} GB in float32, and the {name} has {there / 1e9:,.0f} GB"
+        sizes = f"{run.model.num_layers} --hidden-size {run.model.hidden_size}"
+        raise usage_error("--num-layers", sizes, rule, "make the model smaller or raise --tensor-model-parallel-size")
 
 
 def _fused(run: RunConfig, device: torch.device) -> FusedOps:

@@ -4,6 +4,7 @@ Everything here is the real program in a process of its own, and most of it in s
 """
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -352,6 +353,16 @@ def test_a_plateau_without_a_validation_split(place: Place) -> None:
     tiny = TINY[: TINY.index("--seq-length")]
     line = place.refused(*tiny, *DATA, *flags, "--train-iters", "2", "--save", "new")
     assert line.startswith("--eval-interval 1: the valid split has ")
+
+
+@pytest.mark.parametrize(("layers", "hidden"), [("2000000000", "32"), ("1", "2000000000")])
+def test_weights_that_no_machine_holds(place: Place, layers: str, hidden: str) -> None:
+    line = place.refused("--num-layers", layers, "--hidden-size", hidden, *TRAIN[4:], *DATA, "--save", "new")
+    assert re.fullmatch(
+        rf"--num-layers {layers} --hidden-size {hidden}: the weights of a rank take [\d,]+ GB in float32, and the "
+        r"machine has \d+ GB; make the model smaller or raise --tensor-model-parallel-size",
+        line,
+    )
 
 
 def test_float16_without_a_gpu(place: Place) -> None:

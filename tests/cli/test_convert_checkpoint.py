@@ -60,10 +60,16 @@ def loaded(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def test_the_span_ramp_that_is_assumed_is_told(tool: Tool, tmp_path: Path) -> None:
-    note = "note: the file does not say the span ramp; 32 is assumed (--span-ramp)"
+def test_what_is_assumed_is_told(tool: Tool, tmp_path: Path) -> None:
+    note = (
+        "note: the file does not say it, and this is assumed: --span-ramp 32, --span-loss 1e-06, "
+        "--attention-dropout 0.0, --embedding-dropout 0.0"
+    )
     assert note in tool(*FROM, CHAR, "--output", tmp_path / "a")[1]
-    assert "note" not in tool(*FROM, CHAR, "--output", tmp_path / "b", "--span-ramp", "32")[1]
+    given = ["--span-ramp", "32", "--span-loss", "0", "--attention-dropout", "0"]
+    output = tool(*FROM, CHAR, "--output", tmp_path / "b", *given)[1]
+    assert output.endswith("this is assumed: --embedding-dropout 0.0\n")
+    assert "note" not in tool(*FROM, CHAR, "--output", tmp_path / "c", *given, "--embedding-dropout", "0.1")[1]
 
 
 def test_a_pipe_in_the_place_of_a_vocabulary_is_refused(tool: Tool, tmp_path: Path) -> None:
@@ -91,7 +97,11 @@ def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), *FROM, str(CHAR), "--output", "run", "--span-ramp=16"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "run: step 120, 71,753 parameters, adagrad, null tokens\n"
+    assert done.stdout == (
+        "run: step 120, 71,753 parameters, adagrad, null tokens\n"
+        "note: the file does not say it, and this is assumed: --span-loss 1e-06, --attention-dropout 0.0, "
+        "--embedding-dropout 0.0\n"
+    )
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -173,8 +183,9 @@ def test_a_converted_run_scores_what_the_papers_code_does(
     tool: Tool, tmp_path: Path, pools: WorkerPools, path: Path
 ) -> None:
     beside = json.loads(path.with_suffix(".json").read_bytes())
-    vocabulary = ("--vocabulary", path.with_suffix(".json"), "--span-ramp", 16)
-    code, output, _ = tool(*FROM, path, "--output", tmp_path / "run", *vocabulary)
+    unsaid = ("--span-ramp", 16, "--span-loss", 0, "--attention-dropout", 0, "--embedding-dropout", 0)
+    vocabulary = ("--vocabulary", path.with_suffix(".json"))
+    code, output, _ = tool(*FROM, path, "--output", tmp_path / "run", *vocabulary, *unsaid)
     assert code == 0 and output.endswith(f", {'char' if path == CHAR else 'word'} tokens\n")
     found = pools(2).run(_score, str(tmp_path / "run"), beside["tokens"], beside["block"])
     assert found == [pytest.approx(beside["mean_nll"], rel=5e-7)] * 2

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,15 @@ def test_a_trainer_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(subwords, "__file__", str(tmp_path / "subwords.py"))
     with pytest.raises(UsageError, match=r"SentencePiece unigram: its trainer failed \(ended by signal 6\)"):
         learn()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_for_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subwords.tempfile, "TemporaryFile", partial(open, "/dev/full", "w+b"))
+    monkeypatch.setattr(subwords.tempfile, "gettempdir", lambda: "/small")
+    with pytest.raises(OSError, match="No space left") as refusal:
+        learn()
+    assert refusal.value.filename == "temporary files in /small (TMPDIR)"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def _measure(rank: int, world_size: int, run: RunConfig, vocab_size: int, steps:
 
 def check(results: list[tuple[int, int]]) -> None:
     for measured, predicted in results:
+        print(f"\npeak of a step, of a rank: predicted {predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB")
         assert abs(predicted / measured - 1) <= TOLERANCE, f"measured {measured:,}, predicted {predicted:,}"
 
 

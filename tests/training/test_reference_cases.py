@@ -146,8 +146,11 @@ def test_what_makes_a_case_is_asked_for_by_name(tmp_path: Path) -> None:
         ),
         (
             {key: value for key, value in BASE.items() if key != "clip"} | {"clip": None, "batch": "2"},
-            "--global-batch-size",
+            "case.npz: batch 2: ",
         ),
+        (BASE | {"lr": -1}, "case.npz: lr -1.0: must be above 0"),
+        (BASE | {"heads": 5}, "case.npz: .*heads.* 5"),
+        (BASE | ADAPTIVE | {"cutoffs": [8, 31]}, "case.npz: cutoffs 8,31: each must be below"),
     ):
         path = record_case(tmp_path / "case.npz", BASE)
         with pytest.raises(UsageError, match=message):

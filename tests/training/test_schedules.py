@@ -1,9 +1,11 @@
 """Learning rates against numbers worked out by hand."""
 
+from typing import Any
+
 import pytest
 
-from megatron_allattn.config import OptimizerConfig
-from megatron_allattn.training.schedules import learning_rate
+from megatron_allattn.config import OptimizerConfig, TrainingConfig
+from megatron_allattn.training.schedules import learning_rate, schedule_notes
 
 
 def rates(steps: list[int], train_iters: int = 10, **settings: object) -> list[float]:
@@ -32,3 +34,31 @@ def test_cosine_decay_ends_at_its_own_step() -> None:
 
 def test_the_last_step_of_a_run_has_the_smallest_rate() -> None:
     assert rates([4, 8], train_iters=8, lr=1.0, lr_decay_style="linear") == [0.5, 0.0]
+
+
+WARM = "all 8 steps are warm-up (--lr-warmup-iters {}): the last one has {} of --lr"
+NEVER = (
+    "the learning rate will not be divided by 10: that takes {} evaluations after the warm-up (--plateau-patience 3), "
+    "--train-iters 8 leaves room for {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_warmup_iters": 7}, []),
+        ({"lr_warmup_iters": 8}, [WARM.format(8, "100.0%")]),
+        ({"lr_warmup_iters": 1000}, [WARM.format("1,000", "0.8%")]),
+        ({"lr_decay_style": "plateau"}, []),  # steps 2 (the best), 4, 6, 8
+        ({"lr_decay_style": "plateau", "lr_warmup_iters": 1}, []),
+        ({"lr_decay_style": "plateau", "lr_warmup_iters": 2}, []),  # the best one may be of the warm-up
+        ({"lr_decay_style": "plateau", "lr_warmup_iters": 4}, [NEVER.format(3, 2)]),
+        ({"lr_decay_style": "plateau", "lr_warmup_iters": 4, "lr_decay_iters": 7}, []),
+        ({"lr_decay_style": "plateau", "lr_decay_iters": 8, "eval_interval": 3}, [NEVER.format(4, 2)]),
+        ({"lr_decay_style": "plateau", "lr_warmup_iters": 9}, [WARM.format(9, "88.9%"), NEVER.format(3, 0)]),
+    ],
+    ids=str,
+)
+def test_what_a_schedule_is_too_long_for_is_told(settings: dict[str, Any], expected: list[str]) -> None:
+    training = TrainingConfig(train_iters=8, eval_interval=settings.pop("eval_interval", 2))
+    assert schedule_notes(OptimizerConfig(plateau_patience=3, **settings), training) == expected
