@@ -183,7 +183,7 @@ def test_a_difference_in_one_element_of_one_tensor_is_found(tmp_path: Path, kind
     ("config", "arrays", "message"),
     [
         ({"cutoffs": [20], "adapt_io": True}, {}, "its configuration lacks divval, tied; give"),
-        ({"cutoffs": [20, 31], "divval": 2, "tied": True}, {}, "--adaptive-cutoffs 20,31: .* the vocabulary size 31"),
+        ({"cutoffs": [20, 31], "divval": 2, "tied": True}, {}, "cutoffs 20,31: .* the vocabulary size 31"),
         ({"cutoffs": 20, "divval": 2, "tied": True}, {}, "cutoffs 20: not a list"),
         (
             {"cutoffs": [20], "divval": 2, "tied": True},
@@ -197,7 +197,7 @@ def test_a_difference_in_one_element_of_one_tensor_is_found(tmp_path: Path, kind
             {},
             "its configuration has dropout, which nothing here stands for; known are vocab, d, heads",
         ),
-        ({"heads": 5}, {}, "--hidden-size 32: must be a multiple of --num-attention-heads 5"),
+        ({"heads": 5}, {}, "d 32: must be a multiple of heads 5"),
         ({"vocab": 0}, {}, "a vocabulary of 0 tokens"),
         ({"N": 13}, {}, r"30 arrays differ .* expected \(4, 8, 13\), found \(4, 8, 12\)"),
         ({"steps": 5}, {}, r"arrays differ from its configuration, first losses: expected \(5, 2\), found \(4, 2\)"),
