@@ -25,7 +25,7 @@ setup(
     package_data={
         "megatron_allattn.ds_configs": ["*.json"],
         "megatron_allattn.benchmark": ["profiles/*.json"],
-        "megatron_allattn.kernels": ["*.cpp"],
+        "megatron_allattn.kernels": ["*.cpp", "*.h"],
     },
     py_modules=["pretrain"],
     entry_points={"console_scripts": ["megatron-allattn-pretrain = pretrain:command"]},

@@ -11,8 +11,7 @@ from megatron_allattn.config import ModelConfig, UsageError
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.kernels.cached import CachedAttention
-from megatron_allattn.kernels.compiled import load_passes
-from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.kernels.registry import Attend, make_blocked
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.network import Network
@@ -30,7 +29,7 @@ class Reader:
         self._network, self._device = network, weight.device
         self._kept: CachedAttention | None = None
         if attend is None:
-            self._kept = CachedAttention(load_passes()[0] if self._device.type == "cpu" else None)
+            self._kept = CachedAttention(make_blocked(self._device))
         self._slot: _NoStates | CacheSlot = (
             _NoStates(weight.new_zeros(batch_size, 0, model.hidden_size))
             if attend is None

@@ -16,9 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.blocked import choose_passes, outputs, project, whole_tiles
-from megatron_allattn.kernels.blocked_heads import Heads
-from megatron_allattn.kernels.compiled import CompiledPasses
+from megatron_allattn.kernels.blocked import Blocked, project, whole_tiles
+from megatron_allattn.kernels.blocked_call import BlockedCall, Kept
 from megatron_allattn.kernels.interface import (
     AttentionSettings,
     BlockState,
@@ -28,9 +27,6 @@ from megatron_allattn.kernels.interface import (
     span_mask,
     wide_type,
 )
-from megatron_allattn.kernels.memory import memory_weight
-from megatron_allattn.kernels.passes import Passes
-from megatron_allattn.kernels.workspace import Workspace
 
 SLACK = 64  # tokens that are written behind a head's rows before they move back to the front
 
@@ -40,11 +36,11 @@ class CachedAttention:
 
     Streams start empty; a new object starts new ones. Every call takes a layer's block and keeps what the next needs.
 
-    compiled: as of `Blocked`.
+    blocked: computes blocks of more than one token.
     """
 
-    def __init__(self, compiled: CompiledPasses | None) -> None:
-        self._workspace, self._compiled = Workspace(), compiled
+    def __init__(self, blocked: Blocked) -> None:
+        self._blocked = blocked
         self._layers: dict[int, _Layer] = {}
 
     @torch.no_grad()
@@ -62,17 +58,15 @@ class CachedAttention:
             self._layers[state.layer] = _Layer(block_BMD, weights, settings, state)
         layer = self._layers[state.layer]
         assert layer.length == state.cached, f"{state.cached} tokens have passed, {layer.length} of them through here"
-        whole, memory = whole_tiles(block_BMD), memory_weight(weights)
-        projected = project(whole, weights, memory)
-        if block_BMD.shape[1] == 1:
+        length, whole = block_BMD.shape[1], whole_tiles(block_BMD)
+        projected = project(whole, weights)
+        if length == 1:
             y = layer.attend_to_one(projected.q, weights)
         else:
-            passes = choose_passes(self._compiled, self._workspace, whole, weights, settings)
-            call = (self._workspace, passes, settings, state)
-            y = outputs(_CachedHeads(layer, whole, weights, memory, *call), projected)
-        length = block_BMD.shape[1]
-        kv_BMH2K = projected.kv.view(*whole.shape[:2], len(state.heads), 2, -1)[:, :length]
-        layer.append(*(rows.flatten(2) for rows in kv_BMH2K.unbind(3)))
+            workspace, nothing = self._blocked.workspace, whole[:, :0]
+            call = BlockedCall(whole, nothing, weights, settings, state, workspace, layer.kept())
+            y = self._blocked.heads(call).forward(projected)
+        layer.append(*(rows.unflatten(0, whole.shape[:2])[:, :length] for rows in (projected.k, projected.v)))
         return y.unflatten(0, whole.shape[:2])[:, :length]
 
     def repeat(self, count: int) -> None:
@@ -165,10 +159,9 @@ class _Layer:
     def _own(self, memory: Tensor) -> Tensor:
         return memory[:, self.first : self.first + self.rows]
 
-    def before(self, name: str, head: int) -> Tensor:
-        """k or v (`name`: keys, values) of the S_h positions before the next token, [B, S_h, K]."""
-        start = self.starts[head] + self.first
-        return getattr(self, name)[:, start : start + self.spans[head]]
+    def kept(self) -> Kept:
+        """k and v of the S_h positions before the next token."""
+        return Kept(self.keys[:, self.first :], self.values[:, self.first :], self.starts, self.spans)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Keep k and v [B, M, H·K] of the tokens that come next."""
@@ -188,36 +181,9 @@ class _Layer:
         """Put what stays of every head's rows, and the new ones [B, M, H·K] behind them, to the front."""
         memory: Tensor = getattr(self, name)
         for head, (start, span) in enumerate(zip(self.starts, self.spans, strict=True)):
-            kept = self.before(name, head)[:, min(new.shape[1], span) :]
+            kept = memory[:, start + self.first : start + self.first + span][:, min(new.shape[1], span) :]
             own = new[:, max(0, new.shape[1] - span) :, head * self.size : (head + 1) * self.size]
             memory[:, start : start + span] = torch.cat([kept, own], dim=1)
 
     def repeat(self, count: int) -> None:
         self.keys, self.values = (memory.repeat_interleave(count, dim=0) for memory in (self.keys, self.values))
-
-
-class _CachedHeads(Heads):
-    """The heads of a block, with kept keys and values before it."""
-
-    def __init__(
-        self,
-        layer: _Layer,
-        block: Tensor,
-        weights: LayerWeights,
-        memory: Tensor,
-        workspace: Workspace,
-        passes: Passes,
-        settings: AttentionSettings,
-        state: BlockState,
-    ) -> None:
-        super().__init__(block, block[:, :0], weights, memory, workspace, passes, settings, state)
-        self._layer = layer
-        if settings.empty_cache == "mask":
-            self._cached = state.cached
-
-    def _remember(self, out: Tensor) -> None:
-        for name, part in (("keys", out[:, :, : self.size]), ("values", out[:, :, self.size :])):
-            before = self._layer.before(name, self.index)
-            fill = part.shape[1] - before.shape[1]
-            part[:, :fill] = 0
-            part[:, fill:] = before

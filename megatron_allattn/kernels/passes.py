@@ -1,12 +1,11 @@
 """What happens to scores between matrix products in the `blocked` backend: passes over rows, in PyTorch.
 
-`CompiledPasses` (compiled.py) does the same in one pass over a row instead of ten over a tile, on a CPU with a C++
-compiler. Shape letters as in blocked_heads.py: R rows in tiles of T, S distances, N persistent vectors. The band
-[R / T, T, S + T − 1] holds a row's distances at their positions (band.py).
+rows.h does the same in one pass over a row instead of ten over a tile. Shape letters as in blocked_heads.py: R rows in
+tiles of T, S distances, N persistent vectors. The band [R / T, T, S + T − 1] holds a row's distances at their positions
+(band.py).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,26 +43,8 @@ class Rows:
     known: int
 
 
-class Passes(Protocol):
-    """Between two of them the tensors of a tile are the caller's."""
-
-    def weights(self, rows: Rows, scores: Tensor, band: Tensor, out: Tensor) -> None:
-        """scores [R, S + N], the context's lacking `band` → the softmax in `scores`, and in `out` what becomes of it by
-        `factors` and dropout, unscaled, also in `band`. `out` may be `scores`: then the softmax is lost."""
-
-    def gradients(self, rows: Rows, softmax: Tensor, grads: Tensor, band: Tensor, both: bool) -> Tensor | None:
-        """Back through `weights`, the last call of which had these rows.
-
-        grads [R, S + N]: gradient of `out`, where the context's is in `band`, plus `grads` if `both` → that of the
-        scores in `grads`, and the context's in `band`. Returns that of bias or factors, summed over rows, or None.
-        """
-
-    def add_windows(self, memory: Tensor, parts: Tensor, tile: int) -> None:
-        """Add [G, S + T − 1, K], one vector per tile and position, to `memory` [≥ S + G·T − 1, K]."""
-
-
 class TorchPasses:
-    """On any device, for both normalizations."""
+    """On any device, for both normalizations. Between two passes the tensors of a tile are the caller's."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -72,6 +53,8 @@ class TorchPasses:
         self._total: Tensor | None = None
 
     def weights(self, rows: Rows, scores: Tensor, band: Tensor, out: Tensor) -> None:
+        """scores [R, S + N], the context's lacking `band` → the softmax in `scores`, and in `out` what becomes of it by
+        `factors` and dropout, unscaled, also in `band`. `out` may be `scores`: then the softmax is lost."""
         context = scores.view(*band.shape[:2], -1)[:, :, : rows.span]
         context += by_distance(band, rows.span)
         if rows.bias is not None:
@@ -106,6 +89,11 @@ class TorchPasses:
         return masked
 
     def gradients(self, rows: Rows, softmax: Tensor, grads: Tensor, band: Tensor, both: bool) -> Tensor | None:
+        """Back through `weights`, the last call of which had these rows.
+
+        grads [R, S + N]: gradient of `out`, where the context's is in `band`, plus `grads` if `both` → that of the
+        scores in `grads`, and the context's in `band`. Returns that of bias or factors, summed over rows, or None.
+        """
         context = grads.view(*band.shape[:2], -1)[:, :, : rows.span]
         if both:
             context += by_distance(band, rows.span)
@@ -116,9 +104,12 @@ class TorchPasses:
         through = None if rows.factors is None else self._back_through_factors(rows, softmax, grads)
         torch.ops.aten._softmax_backward_data.out(grads, softmax, -1, grads.dtype, grad_input=grads)
         _skew(rows, grads, band)
-        return bias_gradient(rows, grads) if through is None else through
+        if through is None and rows.bias is not None:
+            through = grads[:, : len(rows.bias)].sum(0, dtype=rows.bias.dtype)
+        return through
 
     def add_windows(self, memory: Tensor, parts: Tensor, tile: int) -> None:
+        """Add [G, S + T − 1, K], one vector per tile and position, to `memory` [≥ S + G·T − 1, K]."""
         for start in range(0, parts.shape[1], tile):
             part = parts[:, start : start + tile]
             strides = (tile * memory.stride(0), memory.stride(0), memory.stride(1))
@@ -136,11 +127,6 @@ class TorchPasses:
 
     def _take(self, name: str, like: Tensor) -> Tensor:
         return self._workspace.take(name, like.shape, like.dtype, like.device)
-
-
-def bias_gradient(rows: Rows, grads: Tensor) -> Tensor | None:
-    """The gradient of scores, summed over rows where there is a bias, in its type."""
-    return None if rows.bias is None else grads[:, : len(rows.bias)].sum(0, dtype=rows.bias.dtype)
 
 
 def _skew(rows: Rows, weights: Tensor, band: Tensor) -> None:

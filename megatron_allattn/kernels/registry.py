@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 
 Attend = Callable[[Tensor, Tensor, LayerWeights, AttentionSettings, BlockState], Tensor]
 
 
-def _blocked(device: torch.device) -> Attend:
-    return Blocked(*load_passes()) if device.type == "cpu" else Blocked(None)
+def make_blocked(device: torch.device) -> Blocked:
+    """With compiled heads where they can be had."""
+    return Blocked(*load_library()) if device.type in ("cpu", "meta") else Blocked(None)
 
 
 def _triton(device: torch.device) -> Attend:
@@ -29,7 +30,7 @@ def _triton(device: torch.device) -> Attend:
 
 BACKENDS: dict[str, Callable[[torch.device], Attend]] = {
     "eager": lambda device: eager.attend,
-    "blocked": _blocked,
+    "blocked": make_blocked,
     "triton": _triton,
 }
 TRITON_HEAD_SIZES = (16, 32, 64, 128)

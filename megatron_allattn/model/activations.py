@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_allattn.config import ModelConfig, Recompute
-from megatron_allattn.kernels.blocked import Blocked
-from megatron_allattn.kernels.compiled import load_passes
 from megatron_allattn.kernels.interface import BlockState, LayerWeights
+from megatron_allattn.kernels.registry import make_blocked
 from megatron_allattn.model.attention import attention_settings
 from megatron_allattn.parallel.layout import padded_share
 from megatron_allattn.parallel.random import DropoutKeys
@@ -185,7 +184,7 @@ def blocked_scratch(model: ModelConfig, shape: Shape, longest: int) -> int:
     ids = torch.empty(shape.batch, dtype=torch.int32, device="meta")
     keys = DropoutKeys(0, 0, ids) if model.attention_dropout else None
     state = BlockState(longest, longest, ids[:1], 0, keys, (longest,))
-    backend, block = Blocked(*load_passes()), empty(shape.batch, shape.block, model.hidden_size)
+    backend, block = make_blocked(ids.device), empty(shape.batch, shape.block, model.hidden_size)
     cache = torch.empty(shape.batch, longest, model.hidden_size, device="meta")
     backend(block, cache, weights, attention_settings(model), state).sum().backward()
     return backend.scratch_bytes // FLOAT

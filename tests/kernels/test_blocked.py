@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.model.span import look_back
 from tests.support.attention_problems import (
     CASES,
@@ -34,15 +34,15 @@ Make = Callable[[], Blocked]
 DROPOUT = (0.3, 2**35 + 3, 17, [4, 0, 2, 9])  # of a batch of four
 
 
-@pytest.fixture(params=["compiled passes", "passes of PyTorch"])
+@pytest.fixture(params=["compiled heads", "heads of PyTorch"])
 def blocked(request: pytest.FixtureRequest) -> Make:
     """Makes a backend."""
-    if request.param == "passes of PyTorch":
+    if request.param == "heads of PyTorch":
         return lambda: Blocked(None)
-    passes, how = load_passes()
-    if passes is None:
+    library, how = load_library()
+    if library is None:
         pytest.skip(how)
-    return lambda: Blocked(passes)
+    return lambda: Blocked(library)
 
 
 def seen(problem: Problem) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ def work(spans: tuple[int, ...], window: int, max_span: int, backward: bool = Tr
         batch=3, num_heads=2, size=8, persistent=10, block_length=64, max_span=max_span, window=window, ramp=2,
         z=[(span - 3) / max_span for span in spans], dropout=(0.3, 1, 1, [0, 1, 2]), normalization="span",
     )  # fmt: skip
-    # compiled passes are no operators
+    # compiled heads are no operators
     flops, elements, attend = FlopCounterMode(display=False), Elements(), Blocked(None)
     with flops, elements:
         output = answer(attend, problem, spans)

@@ -13,11 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.cached import SLACK, CachedAttention
-from megatron_allattn.kernels.compiled import load_passes
-from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.kernels.registry import Attend, make_blocked
 from megatron_allattn.model.span import look_back
 from tests.support.attention_problems import answer, make
 from tests.support.slow_attention import Problem, slow_attend
+
+
+def cached_attention() -> CachedAttention:
+    return CachedAttention(make_blocked(torch.device("cpu")))
+
 
 CASES = {
     "plain": {},
@@ -60,9 +64,7 @@ def in_blocks(attend: Attend, problem: Problem, blocks: Sequence[int]) -> Tensor
 
 
 def check(problem: Problem, blocks: Sequence[int], expected: Tensor) -> None:
-    torch.testing.assert_close(
-        in_blocks(CachedAttention(load_passes()[0]), problem, blocks), expected, rtol=0, atol=1e-13
-    )
+    torch.testing.assert_close(in_blocks(cached_attention(), problem, blocks), expected, rtol=0, atol=1e-13)
 
 
 @cache
@@ -92,7 +94,7 @@ def test_rows_that_move_back_to_the_front_are_the_same(blocks: tuple[int, ...], 
 def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
     expected = by_loops("plain")
     for blocks in ((16,), (1,) * 16):
-        found = in_blocks(CachedAttention(load_passes()[0]), text(blocks, dtype=dtype), blocks)
+        found = in_blocks(cached_attention(), text(blocks, dtype=dtype), blocks)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
 
@@ -103,7 +105,7 @@ def test_streams_go_on_from_copies_of_one_beginning() -> None:
     problem.block.data[:, :beginning] = problem.block.data[:1, :beginning].clone()
     with torch.no_grad():
         expected = slow_attend(problem)
-    cached, start = CachedAttention(load_passes()[0]), problem.block[:1, :beginning].detach()
+    cached, start = cached_attention(), problem.block[:1, :beginning].detach()
     in_blocks(cached, replace(problem, block=start, cache=problem.cache[:1]), (6, 1))
     cached.repeat(3)
     found = []
@@ -127,7 +129,7 @@ def test_a_token_takes_few_operations_for_all_heads_together() -> None:
     counts = []
     for num_heads in (2, 12):
         problem = text((9,), num_heads=num_heads)
-        cached, spans = CachedAttention(load_passes()[0]), spans_of(problem)
+        cached, spans = cached_attention(), spans_of(problem)
         in_blocks(cached, replace(problem, block=problem.block[:, :8]), (8,))
         with _Operations() as operations:
             answer(cached, replace(problem, block=problem.block[:, 8:], cached=8), spans)
@@ -137,7 +139,7 @@ def test_a_token_takes_few_operations_for_all_heads_together() -> None:
 
 def work(problem: Problem, passed: int) -> tuple[int, int]:
     """FLOPs of the token after `passed` ones, and elements of the keys that are kept."""
-    cached, spans = CachedAttention(load_passes()[0]), spans_of(problem)
+    cached, spans = cached_attention(), spans_of(problem)
     in_blocks(cached, replace(problem, block=problem.block[:, :1].expand(-1, passed, -1)), (passed // 2,) * 2)
     with FlopCounterMode(display=False) as counter:
         answer(cached, replace(problem, block=problem.block[:, :1], cached=passed), spans)
@@ -158,6 +160,6 @@ def test_a_token_costs_what_the_spans_say_however_many_came_before() -> None:
 def test_what_it_is_not_for_is_refused() -> None:
     problem = text((4,))
     with pytest.raises(AssertionError, match="no dropout"):
-        answer(CachedAttention(load_passes()[0]), replace(problem, dropout=(0.5, 1, 1, [0, 1])))
+        answer(cached_attention(), replace(problem, dropout=(0.5, 1, 1, [0, 1])))
     with pytest.raises(AssertionError, match="7 tokens have passed, 0 of them through here"):
-        answer(CachedAttention(load_passes()[0]), replace(problem, cached=7))
+        answer(cached_attention(), replace(problem, cached=7))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.kernels import compiled
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 
-pytestmark = pytest.mark.skipif(load_passes()[0] is None, reason=load_passes()[1])
+pytestmark = pytest.mark.skipif(load_library()[0] is None, reason=load_library()[1])
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def script(path: Path, text: str) -> str:
 
 
 def test_they_are_compiled_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, how = load_passes()
-    assert passes is not None and how == "compiled passes"
+    library, how = load_library()
+    assert library is not None and how == "compiled heads"
     (library,) = folder.iterdir()  # and nothing else
     made = library.stat().st_mtime_ns
 
@@ -38,35 +38,35 @@ def test_they_are_compiled_once_and_kept(folder: Path, monkeypatch: pytest.Monke
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    assert load_passes()[0] is not None
+    assert load_library()[0] is not None
     assert library.stat().st_mtime_ns == made
 
 
 def test_many_may_compile_at_once(folder: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: load_passes(), range(3)))
-    assert all(passes is not None for passes, _ in found)
+        found = list(pool.map(lambda _: load_library(), range(3)))
+    assert all(library is not None for library, _ in found)
     assert len(list(folder.iterdir())) == 1
 
 
 def test_another_source_or_compiler_is_another_library(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_passes()
+    load_library()
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", 'exec c++ "$@"'))
-    load_passes()
+    load_library()
     monkeypatch.setenv("CXX", f"{tmp_path / 'compiler'} -g0")
-    load_passes()
+    load_library()
     changed = tmp_path / "changed.cpp"
     changed.write_text(compiled.SOURCE.read_text() + "\n// changed\n")
     monkeypatch.setattr(compiled, "SOURCE", changed)
-    load_passes()
+    load_library()
     assert len(list(folder.iterdir())) == 4
 
 
 def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert load_passes() == (None, "passes of PyTorch: no C++ compiler no-such-compiler")
+    assert load_library() == (None, "heads of PyTorch: no C++ compiler no-such-compiler")
     assert not folder.exists()
 
 
@@ -88,9 +88,9 @@ def test_a_compiler_that_fails_is_no_error(
 ) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
     monkeypatch.setattr(compiled, "SECONDS", 1)
-    passes, how = load_passes()
-    assert passes is None
-    assert how.startswith("passes of PyTorch: ") and "\n" not in how
+    library, how = load_library()
+    assert library is None
+    assert how.startswith("heads of PyTorch: ") and "\n" not in how
     assert any(part in how for part in reason.split("|")), how
     assert [path for path in folder.iterdir() if path.suffix != ".so"] == []  # no half-made files
 
@@ -99,30 +99,30 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(blocked))
-    passes, how = load_passes()
-    assert passes is None and "Not a directory" in how
+    library, how = load_library()
+    assert library is None and "Not a directory" in how
 
 
 def test_a_library_that_was_cut_short_is_made_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_passes()
+    load_library()
     (library,) = folder.iterdir()
     other = tmp_path / "other" / folder.name  # what this process has loaded it would not open again
     other.mkdir(mode=0o700, parents=True)
     (other / library.name).touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "other"))
-    assert load_passes()[0] is not None
+    assert load_library()[0] is not None
     assert (other / library.name).stat().st_size == library.stat().st_size
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 def test_nothing_is_loaded_from_where_others_may_write(folder: Path, mode: int) -> None:
-    load_passes()
+    load_library()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(mode)
-    passes, how = load_passes()
-    assert passes is None and f"others may write to {folder}" in how
+    library, how = load_library()
+    assert library is None and f"others may write to {folder}" in how
 
 
 @pytest.mark.parametrize("name", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"])
@@ -131,7 +131,7 @@ def test_an_empty_variable_is_as_none(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(name, "")
-    assert load_passes()[0] is not None
+    assert load_library()[0] is not None
     assert len(list((tmp_path / ".cache" / "torch_extensions" / "megatron_allattn").iterdir())) == 1
 
 
@@ -142,23 +142,23 @@ def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    passes, how = load_passes()
-    assert passes is None and "home" in how
+    library, how = load_library()
+    assert library is None and "home" in how
 
 
 def test_a_compiler_with_another_openmp_library_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "c++ -D__clang__=15")
-    passes, how = load_passes()
-    assert passes is None and "clang brings an OpenMP library of its own" in how
+    library, how = load_library()
+    assert library is None and "clang brings an OpenMP library of its own" in how
 
 
 def test_there_is_one_openmp_library_in_the_process() -> None:
     """Two would each keep threads of their own, which wait for work by spinning on the same cores."""
     program = (
-        "import torch; from pathlib import Path; from megatron_allattn.kernels.compiled import load_passes\n"
-        "torch.ones(2, 2) @ torch.ones(2, 2); load_passes()\n"
+        "import torch; from pathlib import Path; from megatron_allattn.kernels.compiled import load_library\n"
+        "torch.ones(2, 2) @ torch.ones(2, 2); load_library()\n"
         "maps = Path('/proc/self/maps').read_text().splitlines()\n"
         "print(len({line.split()[-1] for line in maps if 'omp' in line.split()[-1].rsplit('/')[-1]}))"
     )
