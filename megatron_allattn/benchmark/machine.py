@@ -1,7 +1,8 @@
 """What the machine can do at most: the rates that every result is divided by.
 
-GEMM rate: a product of two square matrices, 2·n³ operations, n = 2048 on a CPU and 8192 on a GPU; float32 without
-TF32. Copy bandwidth: bytes read and written per second by a copy of 256 MB (2 GB on a GPU), far larger than a cache.
+GEMM rate: a product of two square matrices, 2·n³ operations, n = 2048 on a CPU and 8192 on a GPU, less where a product
+would take more than a second (bfloat16 on a CPU that has no instructions for it); float32 without TF32. Copy bandwidth:
+bytes read and written per second by a copy of 256 MB (2 GB on a GPU), far larger than a cache.
 """
 
 import os
@@ -19,6 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"cpu": 2048, "cuda": 8192}  # n of the products
 COPIES = {"cpu": 256_000_000, "cuda": 2_000_000_000}  # bytes
 REPEATS = 3  # products and copies of one measurement
+SLOW = 1.0  # seconds that no product shall take
 _ALLOCATOR = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "PYTORCH_", "OMP_", "KMP_", "MKL_", "GOMP_")
 
 
@@ -42,10 +44,12 @@ def rates(device_name: str, size: int | None = None, copy_bytes: int | None = No
     size = size or SIZES[device.type]
     elements = (copy_bytes or COPIES[device.type]) // 4
     generator = torch.Generator(device).manual_seed(0)
-    factors = {
-        name: [torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)]
-        for name, dtype in DTYPES.items()
-    }
+
+    def pair(dtype: torch.dtype) -> list[torch.Tensor]:
+        side = _affordable(size, dtype, device)
+        return [torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2)]
+
+    factors = {name: pair(dtype) for name, dtype in DTYPES.items()}
     products = {name: torch.empty_like(pair[0]) for name, pair in factors.items()}
     source = torch.zeros(elements, device=device)
     target = torch.empty_like(source)
@@ -56,11 +60,22 @@ def rates(device_name: str, size: int | None = None, copy_bytes: int | None = No
     def measure() -> dict[str, float]:
         found = {}
         for name, (a, b) in factors.items():
-            found[name] = 2 * size**3 / repeat(partial(torch.mm, a, b, out=products[name])) / 1e9
+            found[name] = 2 * len(a) ** 3 / repeat(partial(torch.mm, a, b, out=products[name])) / 1e9
         found["copy"] = 8 * elements / repeat(partial(target.copy_, source)) / 1e9
         return found
 
     return measure
+
+
+def _affordable(size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """n of a product: `size`, or less where it would take longer than `SLOW`."""
+    probe = min(size, 256)
+    square = torch.ones(probe, probe, device=device, dtype=dtype)
+    for _ in range(2):  # the first call prepares
+        expected = seconds(lambda: square @ square, device) * (size / probe) ** 3
+    while expected > SLOW and size > probe:
+        size, expected = size // 2, expected / 8
+    return size
 
 
 def describe(device: torch.device, threads: int) -> dict[str, Any]:

@@ -45,8 +45,11 @@ def machine_lines(machine: Mapping[str, Any], rates: Mapping[str, Any] | None) -
     lines = [f"{machine['device']}, {threads}, torch {machine['torch']}"]
     if rates is not None:
         shape = " × ".join([str(machine["gemm_size"])] * 3)
-        gemm = ", ".join(f"{name} {rates[name]['median']:.0f}" for name in ("float32", "bfloat16"))
-        lines.append(f"GEMM {shape}, GFLOP/s: {gemm}; copy {rates['copy']['median']:.1f} GB/s read and written")
+        medians = {name: rates[name]["median"] for name in ("float32", "bfloat16")}
+        gemm = ", ".join(f"{name} {rate:.{0 if rate >= 10 else 1}f}" for name, rate in medians.items())
+        lines.append(
+            f"GEMM of at most {shape}, GFLOP/s: {gemm}; copy {rates['copy']['median']:.1f} GB/s read and written"
+        )
     return lines
 
 

@@ -14,13 +14,14 @@ from megatron_allattn.kernels.blocked_call import BlockedCall, Gradients, Projec
 from megatron_allattn.kernels.interface import wide_type
 from megatron_allattn.parallel.random import drop_threshold
 
-TYPES = (torch.float32, torch.bfloat16, torch.float64)
-ROWS = 256  # of a unit, where a tile and a stream allow: a thread's scores are 1.2 MB in float32 with S + N = 1200
+# Rows of a unit, where tiles and streams allow: a thread's scores are 1.2 MB in both, with S + N = 1200. In bfloat16
+# fewer rows are too little work for a product.
+ROWS = {torch.float32: 256, torch.float64: 256, torch.bfloat16: 512}
 
 
 def can_compute(call: BlockedCall) -> bool:
     """Nothing is computed on the meta device, but scratch memory is taken as if it were."""
-    return call.columns.factors is None and call.block.device.type in ("cpu", "meta") and call.block.dtype in TYPES
+    return call.columns.factors is None and call.block.device.type in ("cpu", "meta") and call.block.dtype in ROWS
 
 
 _NUMBERS = ("batch", "length", "tile", "heads", "size", "persistent", "hidden", "rows", "longest", "positions", "known")
@@ -68,6 +69,7 @@ class _Call(ctypes.Structure):
         ("dposition_key", ctypes.c_void_p),
         ("dpositions", ctypes.c_void_p),
         ("dbias", ctypes.c_void_p),
+        ("message", ctypes.c_char * 400),
     )
 
 
@@ -103,7 +105,7 @@ class CompiledHeads:
         return of
 
     def _run(self, arguments: "_Arguments", backward: bool) -> None:
-        """Raises RuntimeError where a product fails, with what PyTorch says on the standard error stream."""
+        """Raises RuntimeError where a product fails, with what PyTorch says."""
         call, name = self._call, str(self._call.block.dtype).removeprefix("torch.")
         described = ctypes.byref(arguments.described)
         count = getattr(self._library, f"scratch_bytes_{name}")
@@ -112,7 +114,7 @@ class CompiledHeads:
         if call.block.device.type == "meta":
             return
         if not getattr(self._library, f"run_{name}")(described, ctypes.c_void_p(scratch.data_ptr()), backward):
-            raise RuntimeError("a matrix product of the attention failed: PyTorch's message stands above")
+            raise RuntimeError(f"a matrix product of attention: {arguments.described.message.decode(errors='replace')}")
 
 
 class _Arguments:
@@ -131,7 +133,7 @@ class _Arguments:
             size=call.size,
             persistent=call.persistent,
             hidden=call.block.shape[2],
-            rows=ROWS,
+            rows=ROWS[call.block.dtype],
             longest=columns.longest,
             positions=weights.position_key.shape[2],
             known=call.known,

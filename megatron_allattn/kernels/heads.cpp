@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -56,6 +57,7 @@ struct Call {
     void* dposition_key;                    // wide [K, positions], is added to
     void* dpositions;                       // scratch [H, K, longest] for it, a head's S at the end
     void* dbias;                            // wide [H, longest], is added to
+    char message[400];                      // why a product failed
 };
 
 // Memory from one block, from front to back; without a block it counts what would be needed
@@ -513,7 +515,7 @@ std::int64_t scratch_bytes(const Call& call, bool backward) {
 
 // Returns whether all products were made
 template <class T>
-bool run(const Call& call, std::byte* scratch, bool backward) {
+bool run(Call& call, std::byte* scratch, bool backward) {
     const Split split(call);
     const std::int64_t size = scratch_of_one<T>(call, backward, split.team);
     std::vector<std::int64_t> order(call.heads);
@@ -529,8 +531,8 @@ bool run(const Call& call, std::byte* scratch, bool backward) {
                 head.backward();
             else
                 head.forward();
-        } catch (const ProductFailed&) {
-            failed = true;
+        } catch (const ProductFailed& error) {
+            if (!failed.exchange(true)) std::strncpy(call.message, error.what(), sizeof call.message - 1);
         }
     }
     if (backward) sum_positions<T>(call);
@@ -543,7 +545,7 @@ bool run(const Call& call, std::byte* scratch, bool backward) {
     extern "C" std::int64_t scratch_bytes_##NAME(const Call* call, std::int32_t backward) {      \
         return scratch_bytes<TYPE>(*call, backward != 0);                                        \
     }                                                                                            \
-    extern "C" std::int32_t run_##NAME(const Call* call, void* scratch, std::int32_t backward) { \
+    extern "C" std::int32_t run_##NAME(Call* call, void* scratch, std::int32_t backward) {       \
         return run<TYPE>(*call, static_cast<std::byte*>(scratch), backward != 0);                \
     }
 

@@ -8,17 +8,23 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include <dlfcn.h>
+
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include "rows.h"
 
 struct ProductFailed : std::runtime_error {
-    ProductFailed() : std::runtime_error("a matrix product failed") {}
+    using std::runtime_error::runtime_error;
 };
 
 inline void check(AOTITorchError error) {
-    if (error != AOTI_TORCH_SUCCESS) throw ProductFailed();  // PyTorch has printed why
+    if (error == AOTI_TORCH_SUCCESS) return;
+    // What PyTorch says of the last error of this thread, if it is new enough to have kept it
+    void* function = dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace");
+    if (function == nullptr) throw ProductFailed("this PyTorch does not say why");
+    throw ProductFailed(reinterpret_cast<const char* (*)()>(function)());
 }
 
 // `batch` matrices [rows, columns], or one; strides in elements

@@ -161,29 +161,29 @@ def _blocked_attention(name: str, model: ModelConfig, shape: Shape, gradients: i
 
 
 def blocked_scratch(model: ModelConfig, shape: Shape, longest: int) -> int:
-    """Elements of the blocked backend's scratch memory, which all layers share: a head's that looks back `longest`.
+    """Elements of the blocked backend's scratch memory, which all layers share: of heads that look back `longest`.
 
-    The backend itself says so, from a pass over tensors without memory.
+    The backend itself says so, from a pass over tensors without memory. Compiled heads have memory for every thread.
     """
-    size = model.head_size
+    size, heads = model.head_size, model.num_context_heads // shape.ranks
     joint = model.persistent_memory_size if model.variant == "all-attn" else 0
 
     def empty(*sizes: int) -> Tensor:
         return torch.empty(sizes, device="meta", requires_grad=True)
 
-    projection = empty(size, model.hidden_size)
+    projection = empty(heads * size, model.hidden_size)
     weights = LayerWeights(
         query=projection,
         key=projection,
         value=projection,
-        persistent_key=empty(1, size, joint) if joint else None,
-        persistent_value=empty(1, joint, size) if joint else None,
-        span=empty(1, 1, 1) if model.adaptive_span else None,
+        persistent_key=empty(heads, size, joint) if joint else None,
+        persistent_value=empty(heads, joint, size) if joint else None,
+        span=empty(heads, 1, 1) if model.adaptive_span else None,
         position_key=empty(1, size, model.max_attention_span),
     )
-    ids = torch.empty(shape.batch, dtype=torch.int32, device="meta")
-    keys = DropoutKeys(0, 0, ids) if model.attention_dropout else None
-    state = BlockState(longest, longest, ids[:1], 0, keys, (longest,))
+    streams, ids = (torch.empty(count, dtype=torch.int32, device="meta") for count in (shape.batch, heads))
+    keys = DropoutKeys(0, 0, streams) if model.attention_dropout else None
+    state = BlockState(longest, longest, ids, 0, keys, (longest,) * heads)
     backend, block = make_blocked(ids.device), empty(shape.batch, shape.block, model.hidden_size)
     cache = torch.empty(shape.batch, longest, model.hidden_size, device="meta")
     backend(block, cache, weights, attention_settings(model), state).sum().backward()

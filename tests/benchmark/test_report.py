@@ -41,7 +41,9 @@ def test_what_was_measured_on() -> None:
     rates = {name: {"median": value} for name, value in (("float32", 180.4), ("bfloat16", 400.0), ("copy", 12.34))}
     first, second = report.machine_lines(machine, rates)
     assert first.startswith(machine["device"]) and f"2 of {machine['cores']} cores" in first
-    assert second == ("GEMM 2048 × 2048 × 2048, GFLOP/s: float32 180, bfloat16 400; copy 12.3 GB/s read and written")
+    assert second == (
+        "GEMM of at most 2048 × 2048 × 2048, GFLOP/s: float32 180, bfloat16 400; copy 12.3 GB/s read and written"
+    )
     assert len(report.machine_lines(machine, None)) == 1
 
 

@@ -12,7 +12,7 @@ from megatron_allattn.engine.interface import find_spans, local_spans
 from megatron_allattn.inference.reader import Reader, named_attend
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import ALONE
 from tests.support.pool import WorkerPools
@@ -85,7 +85,7 @@ def test_the_last_position_and_targets() -> None:
         torch.testing.assert_close(last, reference[:, end - 1 : end], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("attend", [None, eager.attend, Blocked(*load_passes())], ids=["cached", "eager", "blocked"])
+@pytest.mark.parametrize("attend", [None, eager.attend, Blocked(*load_library())], ids=["cached", "eager", "blocked"])
 def test_a_trained_network_is_read_without_dropout_and_without_gradient(attend) -> None:
     network = build(model_of("all-attn", attention_dropout=0.5, embedding_dropout=0.5), ALONE)
     one, two = read(network, attend), read(network, attend)

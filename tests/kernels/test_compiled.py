@@ -1,6 +1,7 @@
-"""Compiling the passes: once, for any number of processes, and a plain reason where it cannot be done."""
+"""Compiling the heads: once, for any number of processes, and a plain reason where it cannot be done."""
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -57,11 +58,15 @@ def test_another_source_or_compiler_is_another_library(
     load_library()
     monkeypatch.setenv("CXX", f"{tmp_path / 'compiler'} -g0")
     load_library()
-    changed = tmp_path / "changed.cpp"
-    changed.write_text(compiled.SOURCE.read_text() + "\n// changed\n")
-    monkeypatch.setattr(compiled, "SOURCE", changed)
-    load_library()
-    assert len(list(folder.iterdir())) == 4
+    assert len(list(folder.iterdir())) == 3
+    for place, source in enumerate(compiled.SOURCES):
+        copies = tmp_path / f"changed {place}"
+        shutil.copytree(source.parent, copies, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        with (copies / source.name).open("a") as file:
+            file.write("\n// changed\n")
+        monkeypatch.setattr(compiled, "SOURCES", tuple(copies / one.name for one in compiled.SOURCES))
+        assert load_library()[0] is not None
+        assert len(list(folder.iterdir())) == 4 + place
 
 
 def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Passes over rows of scores: PyTorch's against the definition, the compiled ones against PyTorch's."""
+"""Passes over rows of scores in PyTorch, against their definition."""
 
 from dataclasses import replace
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.compiled import CompiledPasses, load_passes
 from megatron_allattn.kernels.dropout import tile_columns
-from megatron_allattn.kernels.passes import Dropout, Passes, Rows, TorchPasses
+from megatron_allattn.kernels.passes import Dropout, Rows, TorchPasses
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_mask, row_keys
 
@@ -19,14 +18,6 @@ PROBABILITY = 0.3
 
 def torch_passes() -> TorchPasses:
     return TorchPasses(Workspace())
-
-
-@pytest.fixture
-def compiled() -> CompiledPasses:
-    passes, how = load_passes()
-    if passes is None:
-        pytest.skip(how)
-    return passes
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -95,30 +86,6 @@ def problem(kind: str, shape: tuple[int, int, int, int]) -> Rows:
     return replace(rows, **others[kind])
 
 
-def run(
-    passes: Passes, rows: Rows, shape: tuple[int, int, int, int], dtype: torch.dtype, *, in_place: bool, both: bool
-):
-    """Everything that the two passes give: softmax (or nothing), weights, their band; gradients, theirs, bias's."""
-    tiles, tile, span, persistent = shape
-    count = tiles * tile
-    scores = numbers(count, span + persistent).to(dtype)
-    band = torch.where(band_of(torch.ones(count, span), tile) > 0, numbers(tiles, tile, span + tile - 1, seed=2), 9.0)
-    band = band.to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rows = replace(rows, bias=None if rows.bias is None else rows.bias.to(wide))
-    out = scores if in_place else torch.full_like(scores, torch.nan)
-    passes.weights(rows, scores, band, out)
-    found = {"softmax": scores.clone(), "weights": out.clone(), "band": band.clone()}
-    if in_place:
-        return found
-    grads, band = numbers(count, span + persistent, seed=4).to(dtype), numbers(*band.shape, seed=5).to(dtype)
-    through = passes.gradients(rows, scores, grads, band, both)
-    found |= {"gradients": grads, "gradients' band": band}
-    if through is not None:
-        found["bias"] = through
-    return found
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
@@ -149,77 +116,28 @@ def test_passes_of_pytorch_do_what_is_said(kind: str, shape: tuple[int, int, int
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_passes_equal_those_of_pytorch(
-    compiled: CompiledPasses, kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> None:
-    """In float64 those of the same type; in others, those in float64 of the same numbers."""
-    rows = problem(kind, shape)
-    for in_place, both in ((True, False), (False, False), (False, True)):
-        found = run(compiled, rows, shape, dtype, in_place=in_place, both=both)
-        expected = run(torch_passes(), rows, shape, torch.float64, in_place=in_place, both=both)
-        assert found.keys() == expected.keys()
-        for name, tensor in found.items():
-            size = max(1.0, expected[name].abs().max().item())
-            assert (tensor.double() - expected[name]).abs().max().item() <= LIMITS[dtype] * size, name
-            if name in ("weights", "band"):  # the same elements are dropped
-                assert torch.equal(tensor == 0, expected[name] == 0)
-
-
-def test_the_exponential_is_near_over_its_whole_range(compiled: CompiledPasses) -> None:
-    """A row of one score below the highest: its weight over the highest one's is the exponential."""
-    below = torch.linspace(-100, 0, 4001)
-    scores = torch.stack([torch.zeros_like(below), below], dim=1).contiguous()
-    rows = Rows(2, 1, None, None, None, first=0, length=1, known=2)
-    compiled.weights(rows, scores, torch.zeros(len(below), 1, 2), scores)
-    ratio, true = scores[:, 1].double() / scores[:, 0].double(), below.double().exp()
-    above = below > -86
-    assert ((ratio - true).abs() / true)[above].max() < 4e-7
-    assert ratio[~above].max() < 1e-37
-
-
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_what_is_not_a_number_is_not_hidden(compiled: CompiledPasses, dtype: torch.dtype, bad: float) -> None:
-    for passes in (compiled, torch_passes()):
-        scores, band = torch.zeros(4, 7, dtype=dtype), torch.zeros(2, 2, 5, dtype=dtype)
-        scores[1, 2], scores[3, 6] = bad, bad
-        passes.weights(rows_of(2, 2, 4, 3), scores, band, scores)
-        assert scores.isnan().all(-1).tolist() == [False, True, False, True]
-        assert scores.isnan().any(-1).tolist() == [False, True, False, True]
-
-
-def test_bits_do_not_depend_on_the_number_of_threads(compiled: CompiledPasses) -> None:
-    shape = (4, 64, 96, 33)
-    before = torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(compiled, problem("everything", shape), shape, torch.float32, in_place=False, both=True))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(other[name], tensor) for name, tensor in found[0].items())
+def test_what_is_not_a_number_is_not_hidden(dtype: torch.dtype, bad: float) -> None:
+    scores, band = torch.zeros(4, 7, dtype=dtype), torch.zeros(2, 2, 5, dtype=dtype)
+    scores[1, 2], scores[3, 6] = bad, bad
+    torch_passes().weights(rows_of(2, 2, 4, 3), scores, band, scores)
+    assert scores.isnan().all(-1).tolist() == [False, True, False, True]
+    assert scores.isnan().any(-1).tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize(("tiles", "tile", "span"), [(1, 1, 1), (1, 5, 3), (3, 4, 9), (3, 4, 4), (4, 7, 2), (2, 3, 13)])
-def test_adding_windows_is_the_transpose_of_taking_them(
-    compiled: CompiledPasses, tiles: int, tile: int, span: int, dtype: torch.dtype
-) -> None:
+def test_adding_windows_is_the_transpose_of_taking_them(tiles: int, tile: int, span: int, dtype: torch.dtype) -> None:
     length = span + tiles * tile
     parts = numbers(tiles, span + tile - 1, 3).to(dtype)
     expected = numbers(length, 3, seed=2).to(dtype).double()
     for g in range(tiles):
         for i in range(span + tile - 1):
             expected[g * tile + i] += parts[g, i].double()
-    for passes in (compiled, torch_passes()):
-        whole = numbers(length + 2, 5, seed=9).to(dtype)
-        whole[1:-1, 1:4] = numbers(length, 3, seed=2).to(dtype)
-        before = whole.clone()
-        passes.add_windows(whole[1:-1, 1:4], parts, tile)  # rows and columns of something larger
-        torch.testing.assert_close(whole[1:-1, 1:4].double(), expected, rtol=LIMITS[dtype], atol=4 * LIMITS[dtype])
-        whole[1:-1, 1:4] = before[1:-1, 1:4]
-        assert torch.equal(whole, before)
+    whole = numbers(length + 2, 5, seed=9).to(dtype)
+    whole[1:-1, 1:4] = numbers(length, 3, seed=2).to(dtype)
+    before = whole.clone()
+    torch_passes().add_windows(whole[1:-1, 1:4], parts, tile)  # rows and columns of something larger
+    torch.testing.assert_close(whole[1:-1, 1:4].double(), expected, rtol=LIMITS[dtype], atol=4 * LIMITS[dtype])
+    whole[1:-1, 1:4] = before[1:-1, 1:4]
+    assert torch.equal(whole, before)

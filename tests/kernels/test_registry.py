@@ -5,7 +5,7 @@ import torch
 
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.kernels.registry import choose_backend
 from tests.support.attention_problems import answer, make
 
@@ -16,7 +16,7 @@ def test_backends_that_are_asked_for() -> None:
     chosen = choose_backend("eager", CPU, torch.float32, 64)
     assert (chosen.name, chosen.note, chosen.attend) == ("eager", "eager (asked for)", eager.attend)
     chosen = choose_backend("blocked", CPU, torch.bfloat16, 64)
-    assert (chosen.name, chosen.note) == ("blocked", f"blocked (asked for; {load_passes()[1]})")
+    assert (chosen.name, chosen.note) == ("blocked", f"blocked (asked for; {load_library()[1]})")
     assert isinstance(chosen.attend, Blocked)
 
 

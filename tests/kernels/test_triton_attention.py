@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron_allattn.kernels.compiled import load_passes
+from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.parallel.random import keep_mask
 from tests.support.attention_problems import CASES, answer, make
@@ -93,7 +93,7 @@ def test_what_it_cannot_do_is_refused_and_auto_says_why(
     with pytest.raises(ValueError, match=f"^--attention-backend triton: {reason}; choose auto or eager$"):
         choose_backend("triton", *arguments)
     chosen = choose_backend("auto", *arguments)
-    passes = f"; {load_passes()[1]}" if normalization == "span" else ""  # others compute `window`
+    passes = f"; {load_library()[1]}" if normalization == "span" else ""  # others compute `window`
     assert (chosen.name, chosen.note) == ("blocked", f"blocked (not triton: {reason}{passes})")
     half = choose_backend("auto", torch.device("cpu"), torch.float16, 48)
     assert half.note == (
