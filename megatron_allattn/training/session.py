@@ -143,7 +143,11 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     streams = agreed(
         lambda: TokenStreams(dataset.train, run.training.global_batch_size, run.training.seq_length, run.training.seed)
     )
-    notes = [*agreed(lambda: _evaluation_notes(run, dataset)), *schedule_notes(run.optimizer, run.training)]
+    notes = [
+        *agreed(lambda: _evaluation_notes(run, dataset)),
+        *schedule_notes(run.optimizer, run.training),
+        *_precision_notes(run, device),
+    ]
     if streams.dropped_tokens:
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
@@ -190,6 +194,14 @@ def _precision(run: RunConfig) -> torch.dtype:
 def _check_precision(run: RunConfig, device: torch.device) -> None:
     if run.training.fp16 and device.type == "cpu":
         raise usage_error("--fp16", True, "DeepSpeed trains in float16 on GPUs only", "use --bf16 or neither")
+
+
+def _precision_notes(run: RunConfig, device: torch.device) -> list[str]:
+    if not run.training.bf16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return []
+    return [
+        "--bf16: this processor has no instructions for bfloat16, whose products are far slower than float32's here"
+    ]
 
 
 def _check_memory(run: RunConfig, vocab_size: int, ranks: int, device: torch.device) -> None:
