@@ -72,13 +72,15 @@ class Arena {
         return found;
     }
 
-    // A matrix with padded rows, their ends zero
+    // A matrix with padded rows, whose ends are zero, and a row of zeros behind the last: what products may read
     template <class T>
     View<T> matrix(std::int64_t rows, std::int64_t columns) {
-        const View<T> found{take<T>(rows * padded(columns)), rows, columns, padded(columns)};
-        if (base_ != nullptr && columns != found.row_stride)
-            for (std::int64_t row = 0; row < rows; ++row)
-                zero(found.data + row * found.row_stride + columns, found.row_stride - columns);
+        const std::int64_t stride = padded(columns);
+        const View<T> found{take<T>((rows + 1) * stride), rows, columns, stride};
+        if (base_ == nullptr) return found;
+        if (columns != stride)
+            for (std::int64_t row = 0; row < rows; ++row) zero(found.data + row * stride + columns, stride - columns);
+        zero(found.data + rows * stride, stride);
         return found;
     }
 

@@ -64,8 +64,8 @@ inline float exponential(float x) {
 
 constexpr std::int64_t LANES = 16;  // partial sums of a row
 
-// How far apart rows lie that have this width. What is behind the width is zero wherever a product may read it: oneDNN
-// reads bfloat16 in pairs, and an element behind an odd width times nothing is not nothing if it is NaN.
+// How far apart rows lie that have this width. What is behind the width is zero: oneDNN reads bfloat16 in pairs, and an
+// element behind an odd width times nothing is not nothing if it is NaN.
 inline std::int64_t padded(std::int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 template <class T>
