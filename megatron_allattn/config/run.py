@@ -44,12 +44,12 @@ class ParallelConfig:
         check_range(self, "pipeline_model_parallel_size", at_least=1, at_most=LARGEST)
         check_range(self, "zero_stage", at_least=0, at_most=3)
         check_range(self, "distributed_timeout_minutes", above=0, at_most=7 * 24 * 60)
-        if self.pipeline_model_parallel_size > 1:
+        if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
             raise usage_error(
                 "--pipeline-model-parallel-size",
                 self.pipeline_model_parallel_size,
-                "this release runs the layers in one stage",
-                "leave it at 1 and use tensor parallelism, data parallelism and ZeRO",
+                f"ZeRO {self.zero_stage} cuts gradients, which a pipeline keeps whole while micro-batches pass",
+                "give --zero-stage 1 (or 0), or leave the pipeline and keep the stage",
             )
 
 

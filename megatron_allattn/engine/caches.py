@@ -11,23 +11,27 @@ from torch import Tensor
 
 
 class CacheSlot:
-    """The caches of one micro-batch slot: one [B, C, D] tensor per layer; C grows from 0 and differs between layers."""
+    """The caches of one micro-batch slot: one [B, C, D] tensor per layer; C grows from 0 and differs between layers.
+
+    layers: indices of the layers that this rank computes, a range of the network's.
+    """
 
     def __init__(
-        self, num_layers: int, batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self, layers: range, batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._empty = torch.zeros(batch_size, 0, hidden_size, dtype=dtype, device=device)
-        self._current = [self._empty] * num_layers
-        self._next: list[Tensor | None] = [None] * num_layers
+        self.layers = layers
+        self._current = [self._empty] * len(layers)
+        self._next: list[Tensor | None] = [None] * len(layers)
         self.length = 0
 
     def read(self, layer: int) -> Tensor:
         """The hidden states before this block, [B, C, D]."""
-        return self._current[layer]
+        return self._current[self.layers.index(layer)]
 
     def write(self, layer: int, hidden: Tensor) -> None:
         """Keep [B, C', D] for the next block (from `commit` on)."""
-        self._next[layer] = hidden
+        self._next[self.layers.index(layer)] = hidden
 
     def commit(self, block_length: int) -> None:
         """The block of `block_length` tokens is done: what was written is read from now on."""
@@ -41,6 +45,6 @@ class CacheSlot:
         self.restore([self._empty] * len(self._current), 0)
 
     def restore(self, layers: list[Tensor], length: int) -> None:
-        """Set every layer's cache, and how many tokens its streams have seen since they started."""
+        """Set the caches of this rank's layers, and how many tokens their streams have seen since they started."""
         self._current, self.length = list(layers), length
         self._next = [None] * len(layers)

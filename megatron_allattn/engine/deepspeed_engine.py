@@ -25,10 +25,17 @@ from torch import Tensor, nn
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.engine.optimizers import build_optimizer, clip_gradients, gradient_norm
+from megatron_allattn.engine.optimizers import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    is_counted,
+    is_sharded,
+)
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import ALONE, Groups
 from megatron_allattn.parallel.layout import padded_share
 
@@ -116,14 +123,21 @@ class DeepSpeedEngine(Engine):
         self.optimizer = build_optimizer(run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
-        self.engine, *_ = deepspeed.initialize(
-            model=network.to(device), optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
-        )
         self._deepspeed = deepspeed
+        self.engine = self._initialize(settings)
+        if self.zero_stage in (1, 2):
+            self.engine.optimizer.scaled_global_norm = self._norm
         self._allocate_state()
         # DeepSpeed makes its masters from weights that it has rounded to half precision: give them the exact ones.
         for parameter, value in zip(network.parameters(), initial, strict=half):
             self._set_master(parameter, value)
+
+    def _initialize(self, settings: dict[str, Any]) -> Any:
+        """DeepSpeed's engine of the network."""
+        engine, *_ = self._deepspeed.initialize(
+            model=self.network.to(self.device), optimizer=self.optimizer, config=settings, mpu=Mpu(self.groups)
+        )
+        return engine
 
     def _settings(self, half: bool) -> tuple[int, dict[str, Any]]:
         """The ZeRO stage that runs and DeepSpeed's configuration: the JSON's part, and what RunConfig decides."""
@@ -155,6 +169,35 @@ class DeepSpeedEngine(Engine):
             self.optimizer.ensure_state(zero.single_partition_of_fp32_groups)
             zero._lazy_init_hp_params_optimizer_state()
 
+    def _norm(self, norm_type: int = 2) -> Tensor:
+        """What DeepSpeed's `scaled_global_norm` is replaced with under ZeRO 1 and 2: the same in one collective.
+
+        DeepSpeed's own has two for every parameter group, of which the stages of a pipeline have different numbers.
+        Every element of a logical tensor is counted by one rank of the world. -1, by which DeepSpeed knows it, where it
+        is not finite.
+        """
+        zero = self.engine.optimizer
+        counted = [
+            (parameter, gradient)
+            for place, group in enumerate(zero.params_in_partition)
+            for parameter, gradient in zip(group, self._own_gradients(zero, place), strict=False)
+            if is_counted(parameter) and (is_sharded(parameter) or self.groups.tensor.rank == 0)
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counted:
+            square += self.fused.squared_norms([gradient for _, gradient in counted]).sum()
+        norm = all_reduce(square, self.groups.world).sqrt().float()
+        return torch.where(norm.isfinite(), norm, -1.0)
+
+    def _own_gradients(self, zero: Any, place: int) -> list[Tensor]:
+        """The parts of a parameter group's gradients that this replica updates: of its `params_in_partition`, then
+        what fills the partition up."""
+        if not zero.cpu_offload:
+            return [one for one in zero.averaged_gradients[place] if not getattr(one, "_zero_padding", False)]
+        none = torch.zeros((), device=self.device)
+        norms = zero.norm_for_param_grads  # of what has been moved to the host, by parameter
+        return [norms.get(zero.get_param_id(one), none).reshape(1) for one in zero.params_in_partition[place]]
+
     @property
     def state_names(self) -> tuple[str, ...]:
         return self.optimizer.state_names
@@ -182,13 +225,16 @@ class DeepSpeedEngine(Engine):
         for group in self.optimizer.param_groups:
             group.update(lr=lr, step=step)
         if self.zero_stage:
-            self.engine.step()
+            self._take_step()
             return float(self.engine.get_global_grad_norm())
-        norm = gradient_norm(self.network, self.groups.tensor, self.fused)
+        norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline)
         if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
             clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
-        self.engine.step()
+        self._take_step()
         return norm
+
+    def _take_step(self) -> None:
+        self.engine.step()
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if self.zero_stage == 0:

@@ -8,6 +8,7 @@ precision; one process or a TP × DP grid); `DeepSpeedEngine` brings ZeRO.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -18,9 +19,15 @@ from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
-from megatron_allattn.model.network import Network
+from megatron_allattn.model.network import Network, logical_tensors
 from megatron_allattn.model.span import look_back, span_in_tokens, window_length
-from megatron_allattn.parallel.collectives import all_gather, all_reduce, gather_to_first
+from megatron_allattn.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast_tensor,
+    gather_objects,
+    gather_to_first,
+)
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.layout import streams_of
 from megatron_allattn.parallel.logical import LogicalTensor
@@ -106,8 +113,7 @@ class Engine(ABC):
         self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
 
     def _new_slot(self, batch_size: int) -> CacheSlot:
-        model = self.network.config
-        return CacheSlot(model.num_layers, batch_size, model.hidden_size, self.dtype, self.device)
+        return CacheSlot(self.network.part.layers, batch_size, self.network.config.hidden_size, self.dtype, self.device)
 
     @property
     def streams(self) -> range:
@@ -116,11 +122,17 @@ class Engine(ABC):
         return range(self.groups.data.rank * size, (self.groups.data.rank + 1) * size)
 
     def spans(self) -> Spans:
-        """Today's spans; see `find_spans`."""
-        return find_spans(self.network, self._local_spans())
+        """Today's spans; see `find_spans`. In a pipeline every stage learns those of all."""
+        local = self._local_spans()
+        if local is not None and self.groups.pipeline.size > 1:
+            every = local.new_zeros(self.network.config.num_layers, local.shape[1])
+            layers = self.network.part.layers
+            every[layers.start : layers.stop] = local
+            local = all_reduce(every, self.groups.pipeline)
+        return find_spans(self.network, local)
 
     def _local_spans(self) -> Tensor | None:
-        """z of the local heads, [layers, H_local]; None with a fixed span."""
+        """z of the local heads of this part's layers, [layers, H_local]; None with a fixed span."""
         return local_spans(self.network)
 
     def forward_backward(self, inputs: np.ndarray, targets: np.ndarray, step: int, spans: Spans) -> float:
@@ -128,7 +140,14 @@ class Engine(ABC):
 
         Returns the loss averaged over the global batch. The caches' next state is written, not committed.
         """
-        losses = []
+        losses = [
+            self._run_micro_batch(self._tensor(inputs[rows]), self._tensor(targets[rows]), context)
+            for rows, context in self._micro_batches(step, spans)
+        ]
+        return self._mean_loss(losses)
+
+    def _micro_batches(self, step: int, spans: Spans) -> Iterator[tuple[slice, BlockContext]]:
+        """Of every slot, which of this rank's streams are in it and what its layers need to know."""
         for index, slot in enumerate(self.slots):
             rows = slice(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
             context = BlockContext(
@@ -138,7 +157,10 @@ class Engine(ABC):
                 loss_scale=self._loss_scale() / self.num_slots,
                 look_back=spans.look_back,
             )
-            losses.append(self._run_micro_batch(self._tensor(inputs[rows]), self._tensor(targets[rows]), context))
+            yield rows, context
+
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        """Of the slots' losses over the global batch."""
         return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
 
     def update(self, lr: float, step: int) -> float:
@@ -172,14 +194,14 @@ class Engine(ABC):
 
     def weights(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
         """Every weight as a full float32 (float64 in a float64 run) logical tensor on the CPU, one at a time."""
-        for logical, parameter in self.network.logical_parameters():
-            yield logical, self._join(logical, self._master(parameter))
+        for logical in self._logical:
+            yield logical, self._whole(logical, self._master)
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every piece of optimizer state as a full logical tensor, named WEIGHT/STATE, one at a time."""
-        for logical, parameter in self.network.logical_parameters():
+        for logical in self._logical:
             for name in self.state_names:
-                yield f"{logical.name}/{name}", self._join(logical, self._state(parameter, name))
+                yield f"{logical.name}/{name}", self._whole(logical, partial(self._state, name=name))
 
     def load(self, weight: ReadTensor, state: ReadTensor | None = None) -> None:
         """Set weights, and the optimizer's state when given, from full logical tensors, read one at a time."""
@@ -191,24 +213,48 @@ class Engine(ABC):
 
     def caches(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every layer's cache of all global streams, [streams, C, D], on the first data rank (None elsewhere)."""
-        for layer in range(self.network.config.num_layers):
-            local = torch.cat([slot.read(layer) for slot in self.slots])
-            yield f"layers.{layer}.cache", _joined(gather_to_first(local, self.groups.data))
+        parts = gather_objects(self.network.part.layers, self.groups.pipeline)
+        for stage, layers in enumerate(parts):
+            for layer in layers:
+                whole = None
+                if stage == self.groups.pipeline.rank:
+                    local = torch.cat([slot.read(layer) for slot in self.slots])
+                    whole = _joined(gather_to_first(local, self.groups.data))
+                if self.groups.data.rank == 0:
+                    whole = broadcast_tensor(whole, stage, self.groups.pipeline)
+                yield f"layers.{layer}.cache", whole
 
     def load_caches(self, cache: ReadTensor, length: int) -> None:
         """Set the caches of this rank's streams from those of all; length: tokens passed since they started."""
         own = slice(self.streams.start, self.streams.stop)
         layers = [
             cache(f"layers.{layer}.cache")[own].to(self.device, self.dtype, copy=True).split(self.micro_batch_size)
-            for layer in range(self.network.config.num_layers)
+            for layer in self.network.part.layers
         ]
         for index, slot in enumerate(self.slots):
             slot.restore([layer[index] for layer in layers], length)
 
     def gradients(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
         """Every gradient as a full logical tensor; only between `forward_backward` and `update`."""
-        for logical, parameter in self.network.logical_parameters():
-            yield logical, self._join(logical, self._gradient(parameter))
+        for logical in self._logical:
+            yield logical, self._whole(logical, self._gradient)
+
+    @cached_property
+    def _logical(self) -> dict[LogicalTensor, int]:
+        """The whole network's tensors in its order, each with the first stage that holds it."""
+        held = gather_objects([one.name for one, _ in self.network.logical_parameters()], self.groups.pipeline)
+        return {
+            logical: next(stage for stage, names in enumerate(held) if logical.name in names)
+            for logical in logical_tensors(self.network.config, self.network.vocab_size)
+        }
+
+    def _whole(self, logical: LogicalTensor, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """What `read` says of a tensor's shards, joined, on every rank; `read` may be collective over the replicas."""
+        stage, joined = self._logical[logical], None
+        if stage == self.groups.pipeline.rank:
+            parameters = {one.name: parameter for one, parameter in self.network.logical_parameters()}
+            joined = self._join(logical, read(parameters[logical.name]))
+        return broadcast_tensor(joined, stage, self.groups.pipeline)
 
     def _join(self, logical: LogicalTensor, local: Tensor) -> Tensor:
         shards = all_gather(local, self.groups.tensor) if logical.shard_dim is not None else [local]

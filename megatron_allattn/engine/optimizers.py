@@ -19,7 +19,7 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.multi_tensor import AdamStep
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
-from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.groups import ALONE, Group
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -177,17 +177,25 @@ def build_optimizer(
     return Adam(groups, betas, config.adam_eps, config.weight_decay, fused)
 
 
-def gradient_norm(network: Network, tensor: Group, fused: FusedOps) -> float:
+def is_counted(parameter: nn.Parameter) -> bool:
+    """Whether this stage counts the tensor in norms; one that several stages hold is counted on the first of them.
+
+    By the mark that DeepSpeed's pipeline has for it.
+    """
+    return not getattr(parameter, "ds_pipe_replicated", False)
+
+
+def gradient_norm(network: Network, tensor: Group, fused: FusedOps, pipeline: Group = ALONE) -> float:
     """Norm of all gradients as logical tensors (replicated ones counted once), equal on all ranks."""
     replicated: list[Tensor] = []
     sharded: list[Tensor] = []
     for parameter in network.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None and is_counted(parameter):
             (sharded if is_sharded(parameter) else replicated).append(parameter.grad)
     square = fused.squared_norms(replicated).sum()
     if sharded:
         square = square + all_reduce(fused.squared_norms(sharded).sum(), tensor)
-    return square.sqrt().item()
+    return all_reduce(square, pipeline).sqrt().item()
 
 
 def clip_gradients(network: Network, norm: float, clip: float) -> None:

@@ -33,7 +33,7 @@ class Reader:
         self._slot: _NoStates | CacheSlot = (
             _NoStates(weight.new_zeros(batch_size, 0, model.hidden_size))
             if attend is None
-            else CacheSlot(model.num_layers, batch_size, model.hidden_size, weight.dtype, weight.device)
+            else CacheSlot(range(model.num_layers), batch_size, model.hidden_size, weight.dtype, weight.device)
         )
         self._context = BlockContext(
             spans.windows, self._slot, dropout_keys=None, look_back=spans.look_back, attend=attend or self._kept

@@ -2,10 +2,16 @@
 
 `Network.forward` maps a block of tokens [B, M] and the caches before it to the negative log-likelihood of each target,
 or to the log-probabilities of the whole vocabulary. All communication inside is over the tensor group.
+
+A pipeline stage is a network that holds a part of it: `embed`, `run_layers` and `read_out` are the three steps of
+`forward`, of which a stage takes those that it has. The position table is on every stage; a table of the vocabulary
+that embedding and output share is on the first and the last.
 """
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megatron_allattn.config import ModelConfig, Recompute
@@ -18,14 +24,34 @@ from megatron_allattn.model.persistent import PersistentMemory
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import build_block
 from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput, Clusters
-from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_of
 from megatron_allattn.parallel.random import Site
 from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a pipeline stage holds: some consecutive layers, and with the first of all the embedding, with the last the
+    output."""
+
+    layers: range
+    num_layers: int
+
+    @property
+    def first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+
 class Network(nn.Module):
-    """An all-attention language model over `vocab_size` tokens; this rank's shard of it."""
+    """An all-attention language model over `vocab_size` tokens; this rank's shard of it, and of a pipeline its part."""
+
+    embedding: VocabularyParallelEmbedding | AdaptiveEmbedding | None
+    output: VocabularyParallelOutput | AdaptiveOutput | None
 
     def __init__(
         self,
@@ -35,16 +61,21 @@ class Network(nn.Module):
         fused: FusedOps,
         attend: Attend = eager.attend,
         recompute: Recompute = "none",
+        part: Part | None = None,
     ) -> None:
-        """recompute: `--recompute-granularity`, what is computed again in backward instead of being kept."""
+        """recompute: `--recompute-granularity`, what is computed again in backward instead of being kept; part: the
+        whole network if left out."""
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
-        self.embedding, output = build_vocabulary(config, vocab_size, group)
+        self.part = part or Part(range(config.num_layers), config.num_layers)
+        embedding, output = build_vocabulary(config, vocab_size, group)
+        shared = self.part.last and not config.untie_embeddings_and_output_weights
+        self.embedding = embedding if self.part.first or shared else None
         self.position = PositionEmbedding("position", config.head_size, config.max_attention_span, group)
         self.layers = nn.ModuleList(
-            build_block(config, layer, group, fused, attend, recompute) for layer in range(config.num_layers)
+            build_block(config, layer, group, fused, attend, recompute) for layer in self.part.layers
         )
-        self.output = output
+        self.output = output if self.part.last else None
 
     def forward(
         self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None, *, last_only: bool = False
@@ -54,19 +85,35 @@ class Network(nn.Module):
         Without targets the log-probabilities [B, M, V] of every position, in float32 at least, on every rank, without
         gradient; with `last_only` those after the last one, [B, 1, V].
         """
-        keys, dropout = context.dropout_keys, self.config.embedding_dropout
+        hidden = self.run_layers(self.embed(tokens, context), context)
+        return self.read_out(hidden, context, targets, last_only=last_only)
+
+    def embed(self, tokens: Tensor, context: BlockContext) -> Tensor:
+        """Global ids [B, M] → hidden states [B, M, D]."""
+        assert self.embedding is not None
         hidden = self.embedding(tokens)
-        if keys is not None:
-            hidden = keys.dropout(hidden, Site.EMBEDDING, dropout)
+        if context.dropout_keys is None:
+            return hidden
+        return context.dropout_keys.dropout(hidden, Site.EMBEDDING, self.config.embedding_dropout)
+
+    def run_layers(self, hidden: Tensor, context: BlockContext) -> Tensor:
+        """Hidden states before this part's layers → those after them."""
         position_key = self.position()
         for layer in self.layers:
             hidden = layer(hidden, position_key, context)
-        if keys is not None:
-            hidden = keys.dropout(hidden, Site.REPRESENTATION, dropout)
+        return hidden
+
+    def read_out(
+        self, hidden: Tensor, context: BlockContext, targets: Tensor | None, *, last_only: bool = False
+    ) -> Tensor:
+        """Hidden states after the last layer → what `forward` returns."""
+        assert self.output is not None
+        if context.dropout_keys is not None:
+            hidden = context.dropout_keys.dropout(hidden, Site.REPRESENTATION, self.config.embedding_dropout)
         return self.output(hidden[:, -1:] if last_only else hidden, targets)
 
     def span_parameters(self) -> list[nn.Parameter]:
-        """z of every layer, local heads; empty with a fixed span."""
+        """z of every layer of this part, local heads; empty with a fixed span."""
         if not self.config.adaptive_span:
             return []
         return [block.attention.span.z for block in self.layers if isinstance(block, Block) and block.attention.span]
@@ -78,8 +125,15 @@ class Network(nn.Module):
                 module.fold_scales()
 
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
-        """Every parameter with what it is, in a fixed order."""
+        """Every parameter of this part with what it is, in a fixed order."""
         return [(logical_of(parameter), parameter) for parameter in self.parameters()]
+
+
+def logical_tensors(config: ModelConfig, vocab_size: int) -> list[LogicalTensor]:
+    """What a whole network's parameters are, in its order; nothing is allocated."""
+    with torch.device("meta"):
+        network = Network(config, vocab_size, ALONE, FusedOps("torch"))
+    return [logical for logical, _ in network.logical_parameters()]
 
 
 def build_vocabulary(

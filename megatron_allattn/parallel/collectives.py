@@ -82,6 +82,20 @@ def broadcast_object(value: Any, group: Group) -> Any:
     return box[0]
 
 
+def broadcast_tensor(tensor: Tensor | None, source: int, group: Group) -> Tensor:
+    """The tensor of the rank at position `source`, on every rank, on its own device; others give any tensor or None."""
+    if group.size == 1:
+        assert tensor is not None
+        return tensor
+    mine = group.rank == source
+    box = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) if mine and tensor is not None else None]
+    dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
+    shape, dtype, device = cast("tuple[tuple[int, ...], torch.dtype, str]", box[0])
+    whole = tensor.contiguous() if mine and tensor is not None else torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(whole, src=group.ranks[source], group=group.handle)
+    return whole
+
+
 T = TypeVar("T")
 
 

@@ -29,13 +29,19 @@ ALONE = Group(ranks=(0,), rank=0, handle=None)
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups this process belongs to. `world` spans all ranks, `tensor` the shards, `data` the replicas."""
+    """The groups this process belongs to.
+
+    `world` spans all ranks, `tensor` the shards, `data` the replicas, `pipeline` the stages; `ends` is the first and
+    the last stage, which may share a table of the vocabulary (this rank alone on a stage between them).
+    """
 
     layout: Layout
     rank: int
     world: Group
     tensor: Group
     data: Group
+    pipeline: Group = ALONE
+    ends: Group = ALONE
 
 
 def single_process_groups() -> Groups:
@@ -63,7 +69,14 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
         world=_join([list(range(world_size))], rank, timeout),
         tensor=_join(_distinct(layout.tensor_group, world_size), rank, timeout),
         data=_join(_distinct(layout.data_group, world_size), rank, timeout),
+        **(_pipeline_groups(layout, rank, timeout) if layout.pipeline_size > 1 else {}),
     )
+
+
+def _pipeline_groups(layout: Layout, rank: int, timeout: timedelta) -> dict[str, Group]:
+    pipelines = _distinct(layout.pipeline_group, layout.world_size)
+    ends = [[ranks[0], ranks[-1]] for ranks in pipelines] + [[r] for ranks in pipelines for r in ranks[1:-1]]
+    return {"pipeline": _join(pipelines, rank, timeout), "ends": _join(ends, rank, timeout)}
 
 
 def _distinct(group_of, world_size: int) -> list[list[int]]:
@@ -83,3 +96,9 @@ def _join(partition: list[list[int]], rank: int, timeout: timedelta) -> Group:
             mine = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
     assert mine is not None, f"rank {rank} is in no set of {partition}"
     return mine
+
+
+def limit_waiting(seconds: float) -> None:
+    """Give every process group of this process this time-out, also those that a library has made without one."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -59,6 +59,11 @@ class Layout:
         tensor, pipeline = self.tensor_rank(rank), self.pipeline_rank(rank)
         return [self.rank(tensor=tensor, data=data, pipeline=pipeline) for data in range(self.data_size)]
 
+    def pipeline_group(self, rank: int) -> list[int]:
+        """The ranks that hold the same shard of the stages of one replica, in stage order; `rank` is among them."""
+        tensor, data = self.tensor_rank(rank), self.data_rank(rank)
+        return [self.rank(tensor=tensor, data=data, pipeline=stage) for stage in range(self.pipeline_size)]
+
 
 def padded_share(total: int, parts: int) -> int:
     """Rows per rank when `total` rows are dealt to `parts` ranks in equal blocks, the last ones padded."""

@@ -110,7 +110,7 @@ def test_a_plain_network_starts_near_the_uniform_guess(tied: dict, above: float)
     network = Network(replace(ALL_ATTENTION, **tied), VOCABULARY, ALONE, FusedOps("torch"))
     initialize(network, 7)
     tokens = torch.randint(VOCABULARY, (8, 33), generator=torch.Generator().manual_seed(1))
-    slot = CacheSlot(2, 8, 64, torch.float32, torch.device("cpu"))
+    slot = CacheSlot(range(2), 8, 64, torch.float32, torch.device("cpu"))
     context = BlockContext(windows=(64, 64), cache=slot, dropout_keys=None)
     loss = network(tokens[:, :-1], context, tokens[:, 1:]).mean().item()
     assert math.log(VOCABULARY) - 0.2 < loss < math.log(VOCABULARY) + above

@@ -46,7 +46,7 @@ def tokens(length: int) -> Tensor:
 
 
 def slot_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> CacheSlot:
-    return CacheSlot(config.num_layers, BATCH, config.hidden_size, dtype, CPU)
+    return CacheSlot(range(config.num_layers), BATCH, config.hidden_size, dtype, CPU)
 
 
 def log_probs_of(network: Network, segments: list[Tensor], slot: CacheSlot, window: int) -> Tensor:

@@ -186,7 +186,7 @@ def test_half_precision_stays_near_float64(variant: str) -> None:
         network = build(config, ALONE)
         for parameter, value in zip(network.parameters(), exact.parameters(), strict=True):
             parameter.data.copy_(value.bfloat16())
-        slot = CacheSlot(2, len(STREAMS), D, dtype, torch.device("cpu"))
+        slot = CacheSlot(range(2), len(STREAMS), D, dtype, torch.device("cpu"))
         context = BlockContext(windows=(L, L), cache=slot, dropout_keys=None)
         found[dtype] = network.to(dtype)(inputs, context, targets).double().mean().item()
     assert found[torch.bfloat16] == pytest.approx(found[torch.float64], rel=2e-2)

@@ -73,7 +73,7 @@ PER_LAYER = {  # forward and backward: all-reduces, all-gathers, reduce-scatters
 def _count(rank: int, world_size: int, config: ModelConfig) -> tuple[list[int], list[int]]:
     """How often each collective is called in one forward and in one backward pass."""
     network = build(config, groups_of(world_size, 1).tensor)
-    slot = CacheSlot(config.num_layers, len(STREAMS), config.hidden_size, torch.float64, torch.device("cpu"))
+    slot = CacheSlot(range(config.num_layers), len(STREAMS), config.hidden_size, torch.float64, torch.device("cpu"))
     context = BlockContext(windows=(6,) * config.num_layers, cache=slot, dropout_keys=None)
     with ExitStack() as stack:
         counted = [stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name))) for name in COLLECTIVES]

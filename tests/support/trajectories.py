@@ -15,6 +15,7 @@ from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
+from megatron_allattn.model.partition import by_hand, cut
 from megatron_allattn.parallel.groups import Groups, make_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.schedules import learning_rate
@@ -41,7 +42,10 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """One layout and everything the trajectory must not depend on; `engine` is "plain" or "deepspeed"."""
+    """One layout and everything the trajectory must not depend on; `engine` is "plain" or "deepspeed".
+
+    layers: of every pipeline stage, evenly if left out.
+    """
 
     tensor: int = 1
     data: int = 1
@@ -50,17 +54,20 @@ class Case:
     optimizer: str = "adagrad"
     dtype: str = "float32"
     engine: str = "plain"
+    pipeline: int = 1
+    layers: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.pipeline * self.data
 
     def single(self) -> "Case":
         """The same training in one process, with the plain engine."""
-        return replace(self, tensor=1, data=1, zero=0, accumulation=1, engine="plain")
+        return replace(self, tensor=1, pipeline=1, layers=(), data=1, zero=0, accumulation=1, engine="plain")
 
     def __str__(self) -> str:
-        where = f"tp{self.tensor}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
+        stages = f"-pp{self.pipeline}{list(self.layers) or ''}" if self.pipeline > 1 else ""
+        where = f"tp{self.tensor}{stages}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
         return f"{where}-{self.optimizer}-{self.dtype}-{self.engine}"
 
 
@@ -86,7 +93,11 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
     """The run of a case: 8 streams of 32 tokens a step unless said otherwise."""
     return RunConfig(
         model=model,
-        parallel=ParallelConfig(tensor_model_parallel_size=case.tensor, zero_stage=case.zero),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=case.tensor,
+            pipeline_model_parallel_size=case.pipeline,
+            zero_stage=case.zero,
+        ),
         optimizer=OPTIMIZERS[case.optimizer],
         training=TrainingConfig(
             seq_length=block,
@@ -99,23 +110,28 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
 
 
 @cache
-def groups_of(tensor: int, data: int) -> Groups:
+def groups_of(tensor: int, data: int, pipeline: int = 1) -> Groups:
     """Process groups over the worker pool, made once per layout."""
-    return make_groups(Layout(tensor_size=tensor, data_size=data), timedelta(seconds=100))
+    layout = Layout(tensor_size=tensor, data_size=data, pipeline_size=pipeline)
+    return make_groups(layout, timedelta(seconds=100))
 
 
 def build(case: Case, vocab_size: int, run: RunConfig | None = None) -> Engine:
     """A fresh engine of a case on this rank."""
     run = run or run_config(case)
-    groups = groups_of(case.tensor, case.data)
-    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"))
+    groups = groups_of(case.tensor, case.data, case.pipeline)
+    count = run.model.num_layers
+    parts = by_hand(case.layers, count) if case.layers else cut([1.0] * count, case.pipeline)
+    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"), part=parts[groups.pipeline.rank])
     initialize(network, run.training.seed)
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     if case.engine == "plain":
         return PlainEngine(network, run, groups, device, dtype, FusedOps("torch"))
     from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
+    from megatron_allattn.engine.pipeline_engine import PipelineEngine
 
-    return DeepSpeedEngine(network, run, groups, device, dtype, FusedOps("torch"))
+    engine = PipelineEngine if case.pipeline > 1 else DeepSpeedEngine
+    return engine(network, run, groups, device, dtype, FusedOps("torch"))
 
 
 def trajectory(
