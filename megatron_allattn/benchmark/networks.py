@@ -41,7 +41,7 @@ def full_cache(network: Network, windows: tuple[int, ...], batch: int) -> CacheS
     generator = torch.Generator().manual_seed(SEED)
     lengths = [cache_length(window, model.max_attention_span) for window in windows]
     states = [torch.randn(batch, length, model.hidden_size, generator=generator) for length in lengths]
-    slot = CacheSlot(model.num_layers, batch, model.hidden_size, weight.dtype, weight.device)
+    slot = CacheSlot(range(model.num_layers), batch, model.hidden_size, weight.dtype, weight.device)
     slot.restore([state.to(weight.device, weight.dtype) for state in states], max(lengths))
     return slot
 

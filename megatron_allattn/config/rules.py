@@ -45,6 +45,14 @@ _NO_EFFECT = (
         fix="leave one of the two out",
     ),
     _NoEffect(
+        fields=("pipeline_partition",),
+        condition=lambda run: (
+            run.parallel.pipeline_model_parallel_size == 1 or run.parallel.pipeline_layers is not None
+        ),
+        reason="has no effect without a pipeline, or with --pipeline-layers",
+        fix="leave it out",
+    ),
+    _NoEffect(
         fields=("adam_beta1", "adam_beta2", "adam_eps"),
         condition=lambda run: run.optimizer.optimizer != "adam",
         reason="has no effect with --optimizer adagrad",
@@ -111,7 +119,8 @@ def check_run(config: RunConfig, explicit: frozenset[str]) -> None:
         UsageError: two values contradict, or a given flag would be ignored.
     """
     _check_schedule(config)
-    sections = (config.model, config.optimizer, config.training, config.checkpoint)
+    _check_stages(config)
+    sections = (config.model, config.parallel, config.optimizer, config.training, config.checkpoint)
     for rule in _NO_EFFECT:
         for name in rule.fields:
             if flag(name) in explicit and rule.condition(config):
@@ -138,6 +147,25 @@ def _check_schedule(config: RunConfig) -> None:
             optimizer.lr_warmup_iters,
             f"must be below the {end} steps after which the {style} decay {happens}",
             "shorten the warm-up, raise --train-iters or --lr-decay-iters, or choose --lr-decay-style constant",
+        )
+
+
+def _check_stages(config: RunConfig) -> None:
+    """Every pipeline stage has a layer, and every layer a stage."""
+    layers, parallel = config.model.num_layers, config.parallel
+    if parallel.pipeline_model_parallel_size > layers:
+        raise usage_error(
+            "--pipeline-model-parallel-size",
+            parallel.pipeline_model_parallel_size,
+            f"every stage needs a layer, and --num-layers is {layers}",
+            f"give at most {layers}",
+        )
+    if parallel.pipeline_layers is not None and sum(parallel.layers_of_stages) != layers:
+        raise usage_error(
+            "--pipeline-layers",
+            parallel.pipeline_layers,
+            f"together they are {sum(parallel.layers_of_stages)} layers, --num-layers is {layers}",
+            "give every layer a stage",
         )
 
 

@@ -27,7 +27,13 @@ class ParallelConfig:
     """Processes that share the heads of every layer (TP)."""
 
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into (PP); this release has one."""
+    """Stages that the layers are cut into (PP), with ZeRO 0 or 1."""
+
+    pipeline_partition: Literal["cost", "parameters"] = "cost"
+    """How layers are dealt to stages: by the work of a step at the spans that training starts from, or by weights."""
+
+    pipeline_layers: str | None = None
+    """Layers of every stage, instead: 2,1,2."""
 
     zero_stage: int = 1
     """DeepSpeed ZeRO stage over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
@@ -37,6 +43,11 @@ class ParallelConfig:
 
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a process that waits for another gives up."""
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """--pipeline-layers as numbers; empty where it is left out."""
+        return tuple(int(part) for part in self.pipeline_layers.split(",")) if self.pipeline_layers else ()
 
     def __post_init__(self) -> None:
         conform_types(self)
@@ -51,6 +62,19 @@ class ParallelConfig:
                 f"ZeRO {self.zero_stage} cuts gradients, which a pipeline keeps whole while micro-batches pass",
                 "give --zero-stage 1 (or 0), or leave the pipeline and keep the stage",
             )
+        if self.pipeline_layers is not None:
+            self._check_pipeline_layers(self.pipeline_layers)
+
+    def _check_pipeline_layers(self, given: str) -> None:
+        stages, fix = self.pipeline_model_parallel_size, "give one number for every stage, such as 2,1,2"
+        parts = given.split(",")
+        if not all(part.isascii() and part.isdigit() and 0 < int(part) <= LARGEST for part in parts):
+            raise usage_error("--pipeline-layers", given, "its parts must be numbers from 1 on", fix)
+        if len(parts) != stages or stages == 1:
+            rule = (
+                f"--pipeline-model-parallel-size {stages} has {stages} stage{'s' * (stages > 1)}, it has {len(parts)}"
+            )
+            raise usage_error("--pipeline-layers", given, rule, fix if stages > 1 else "leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

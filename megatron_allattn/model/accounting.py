@@ -140,6 +140,7 @@ def _parts(
 ) -> list[activations.Part]:
     """The network's parts in the order of a forward pass."""
     model, vocab_size = network.config, network.vocab_size
+    assert network.embedding is not None and network.output is not None
     tables = activations.vocabulary_tables(model, vocab_size, shape.ranks)
     if model.cutoffs and (len(cluster_tokens) != len(tables) or sum(cluster_tokens) != shape.tokens):
         raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {len(tables)} clusters share {shape.tokens} targets")

@@ -3,10 +3,51 @@
 from collections.abc import Sequence
 from functools import cache
 
-from megatron_allattn.model.network import Part
+from megatron_allattn.config import ModelConfig, ParallelConfig
+from megatron_allattn.model.network import Part, logical_tensors
+from megatron_allattn.model.work import layer_flops, vocabulary_flops
 
 
-def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[Part]:
+def stage_parts(
+    parallel: ParallelConfig, model: ModelConfig, vocab_size: int, reach: Sequence[Sequence[int]], tokens: int
+) -> list[Part]:
+    """What every stage of a pipeline holds, as the flags say (one stage: everything).
+
+    reach: how far every head looks, by layer; tokens: M of a block; both for `--pipeline-partition cost`.
+    """
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return [Part(range(model.num_layers), model.num_layers)]
+    if parallel.pipeline_layers is not None:
+        return by_hand(parallel.layers_of_stages, model.num_layers)
+    if parallel.pipeline_partition == "parameters":
+        return cut(*_weights(model, vocab_size), stages)
+    return cut(*_work(model, vocab_size, reach, tokens), stages)
+
+
+def _weights(model: ModelConfig, vocab_size: int) -> tuple[list[float], float, float]:
+    """The weights of every layer, of the embedding and of the output."""
+    layers, rest = [0.0] * model.num_layers, {"embedding": 0.0, "output": 0.0}
+    for tensor in logical_tensors(model, vocab_size):
+        kind, _, name = tensor.name.partition(".")
+        if kind == "layers":
+            layers[int(name.partition(".")[0])] += tensor.numel
+        elif kind in rest:
+            rest[kind] += tensor.numel
+    return layers, rest["embedding"], rest["output"]
+
+
+def _work(
+    model: ModelConfig, vocab_size: int, reach: Sequence[Sequence[int]], tokens: int
+) -> tuple[list[float], float, float]:
+    """The operations of a step's products, of every layer, of the embedding and of the output."""
+    layers = [float(layer_flops(model, 1, tokens, layer, "blocked").executed) for layer in reach]
+    vocabulary = vocabulary_flops(model, vocab_size, tokens)
+    embedding = vocabulary["embedding"].executed if "embedding" in vocabulary else 0
+    return layers, float(embedding), float(vocabulary["output"].executed)
+
+
+def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[Part]:
     """Consecutive layers for every stage, at least one each, so that the largest stage's cost is least.
 
     costs: of every layer; first, last: what the first stage has beside layers (the embedding), and the last (the

@@ -22,6 +22,8 @@ adaptive one 2·n·(D·d + d·V) for the n tokens that meet a table of V rows of
 twice that. The caches are taken to be as long as spans.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,6 +102,20 @@ def flops_by_part(
         for name, work in _layer(config, batch, block, layer, backend, training).items():
             parts[name] = parts.get(name, Work(0, 0)) + work + Work(0, repeated.get(name, 0))
     return parts
+
+
+def layer_flops(config: ModelConfig, batch: int, block: int, reach: Sequence[int], backend: str) -> Work:
+    """Of one layer whose heads look back so far, forward and backward."""
+    return sum(_layer(config, batch, block, reach, backend, training=True).values(), Work(0, 0))
+
+
+def vocabulary_flops(config: ModelConfig, vocab_size: int, tokens: int) -> dict[str, Work]:
+    """`embedding`, if it is adaptive, and `output`, forward and backward, where words are as frequent as they usually
+    are: the n-th with a probability of about 1 / n."""
+    edges = [math.log(edge + 1) for edge in (0, *config.cutoffs, vocab_size)]
+    upper = [round(tokens * edge / edges[-1]) for edge in edges]
+    shares = [stop - start for start, stop in itertools.pairwise(upper)]
+    return _vocabulary(config, vocab_size, tokens, shares, training=True)
 
 
 def _product(forward: int, training: bool, backward: int = 2, executed: int | None = None) -> Work:
