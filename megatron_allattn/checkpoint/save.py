@@ -19,7 +19,7 @@ from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.model.network import Network
+from megatron_allattn.model.network import Network, logical_tensors
 from megatron_allattn.parallel.collectives import agree
 
 
@@ -97,7 +97,7 @@ def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
 
 def check_weights(step_folder: Path, weights: TensorReader, network: Network) -> None:
     """Refuse weights that are not the model's: UsageError names the first tensor that differs and both shapes."""
-    expected = {logical.name: logical.shape for logical, _ in network.logical_parameters()}
+    expected = {logical.name: logical.shape for logical in logical_tensors(network.config, network.vocab_size)}
     found = {name: tuple(info.shape) for name, info in weights.infos.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):

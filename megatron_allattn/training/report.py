@@ -6,30 +6,40 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_allattn.config import ModelConfig, RunConfig
+from megatron_allattn.config import ModelConfig, RunConfig, parameters
 from megatron_allattn.config.reporting import tell_lost_output
 from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
 from megatron_allattn.model.span import cache_length
+from megatron_allattn.parallel.collectives import gather_objects
 from megatron_allattn.training.session import Session
 
 
 def header(session: Session) -> list[str]:
-    """What runs: model, parameters, layout, tokens per step, memory per rank."""
+    """What runs: model, parameters, layout, tokens per step, memory per rank. Collective."""
     run, engine = session.run, session.engine
     model, training, groups = run.model, run.training, engine.groups
-    count = count_parameters(engine.network)
+    count = parameters.count_parameters(model, engine.network.vocab_size)
     precision = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
     rows = {
         "model": f"{run.recipe or 'custom'}: {_describe(model)}",
         "parameters": f"{count.total:,}, {100 * count.persistent / count.total:.0f} % in persistent vectors",
         "data": session.dataset.description,
-        "layout": f"{groups.world.size} × {engine.device.type}: TP {groups.tensor.size} × DP {groups.data.size}, "
+        "layout": f"{groups.world.size} × {engine.device.type}: {_grid(session)}, "
         f"ZeRO {engine.zero_stage}, {precision}, {engine.num_slots} × {engine.micro_batch_size} streams per rank",
         "step": f"{training.global_batch_size} streams × {training.seq_length} tokens = "
         f"{training.global_batch_size * training.seq_length:,} tokens; {_course(run)}",
         "memory": _memory(session),
     }
     return [f"{name:<11} {text}" for name, text in rows.items()] + [f"note        {note}" for note in session.notes]
+
+
+def _grid(session: Session) -> str:
+    """TP 2 × PP 2 (3 + 2 layers) × DP 4: the pipeline where there is one."""
+    groups, stages = session.engine.groups, ""
+    if groups.pipeline.size > 1:
+        counts = gather_objects(len(session.engine.network.part.layers), groups.pipeline)
+        stages = f" × PP {groups.pipeline.size} ({' + '.join(map(str, counts))} layers)"
+    return f"TP {groups.tensor.size}{stages} × DP {groups.data.size}"
 
 
 def _describe(model: ModelConfig) -> str:
@@ -72,7 +82,9 @@ def _memory(session: Session) -> str:
         moments=len(engine.state_names),
     )
     lengths = [cache_length(window, model.max_attention_span) for window in engine.spans().windows]
-    caches = cache_bytes(lengths, len(engine.streams), model.hidden_size, element)
+    own = [lengths[layer] for layer in engine.network.part.layers]
+    caches = cache_bytes(own, len(engine.streams), model.hidden_size, element)
+    state, caches = max(gather_objects((state, caches), engine.groups.pipeline), key=sum)  # of the largest stage
     return (
         f"{state / 2**20:,.1f} MiB of weights, gradients and optimizer, "
         f"{caches / 2**20:,.1f} MiB of caches at today's spans; per rank, activations not counted"

@@ -28,6 +28,8 @@ CASES = [
     Case(1, 2, 3, 1, "adagrad", "bfloat16", "deepspeed"),
     Case(2, 1, 0, 1, "adam", "bfloat16", "deepspeed"),
     Case(2, 2, 0, 2, "adagrad", "float64", "plain"),
+    Case(2, 1, 1, 2, "adagrad", "float32", "deepspeed", pipeline=2),
+    Case(1, 2, 0, 1, "adam", "bfloat16", "deepspeed", pipeline=2, layers=(1, 2)),
 ]
 
 
@@ -103,6 +105,7 @@ def test_resume_is_bitwise(case: Case, pools: WorkerPools, text: tuple[np.ndarra
         Case(1, 1, 0, 1, "adagrad", "float32", "deepspeed"),
         Case(2, 2, 3, 1, "adagrad", "float32", "deepspeed"),
         Case(4, 1, 2, 2, "adagrad", "float32", "deepspeed"),
+        Case(1, 1, 1, 2, "adagrad", "float32", "deepspeed", pipeline=3),
     ],
     ids=str,
 )

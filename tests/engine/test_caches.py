@@ -8,7 +8,7 @@ from megatron_allattn.model.span import cache_length
 
 
 def _slot(layers: int = 2) -> CacheSlot:
-    return CacheSlot(layers, 3, 4, torch.float32, torch.device("cpu"))
+    return CacheSlot(range(layers), 3, 4, torch.float32, torch.device("cpu"))
 
 
 def test_starts_empty() -> None:

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from megatron_allattn.config import ModelConfig
-from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.engine.plain import PlainEngine
-from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.registry import BACKENDS
-from megatron_allattn.model.initialization import initialize
-from megatron_allattn.model.network import Network
+from tests.support import trajectories
 from tests.support.memory import profiled_peak
 from tests.support.pool import WorkerPools
-from tests.support.trajectories import MODEL, Case, groups_of, run_config
+from tests.support.trajectories import MODEL, Case, run_config
 
 VOCABULARY, BATCH, BLOCK = 61, 8, 32
 TOKENS = np.random.default_rng(7).integers(0, VOCABULARY, (BATCH, 2 * BLOCK + 1))
@@ -31,11 +27,7 @@ VARIANTS = {
 
 def build(case: Case, recompute: str, model: ModelConfig, backend: str, batch: int, block: int) -> Engine:
     run = run_config(case, model, batch, block)
-    groups, fused = groups_of(case.tensor, case.data), FusedOps("torch")
-    network = Network(model, VOCABULARY, groups.tensor, fused, BACKENDS[backend](torch.device("cpu")), recompute)
-    initialize(network, 1)
-    kind = PlainEngine if case.engine == "plain" else DeepSpeedEngine
-    return kind(network, run, groups, torch.device("cpu"), getattr(torch, case.dtype), fused)
+    return trajectories.build(case, VOCABULARY, run, BACKENDS[backend](torch.device("cpu")), recompute)
 
 
 def _steps(rank: int, world_size: int, case: Case, recompute: str, variant: str, backend: str) -> dict[str, np.ndarray]:
@@ -49,7 +41,7 @@ def _steps(rank: int, world_size: int, case: Case, recompute: str, variant: str,
             result |= {f"gradient of {logical.name}": tensor.numpy() for logical, tensor in engine.gradients()}
         engine.update(0.01, step + 1)
     result |= {logical.name: tensor.numpy() for logical, tensor in engine.weights()}
-    caches = [slot.read(layer) for slot in engine.slots for layer in range(MODEL.num_layers)]
+    caches = [slot.read(layer) for slot in engine.slots for layer in engine.network.part.layers]
     return result | {"losses": np.array(losses), "caches": torch.cat([c.flatten() for c in caches]).float().numpy()}
 
 
@@ -72,6 +64,7 @@ def check(
         Case(2, 1, 0, 2, "adam"),
         *(Case(1, 2, zero, 2, "adagrad", "float32", "deepspeed") for zero in range(4)),
         Case(1, 2, 3, 1, "adam", "bfloat16", "deepspeed"),
+        Case(1, 1, 1, 2, "adam", "float32", "deepspeed", pipeline=2),
     ],
     ids=str,
 )

@@ -54,6 +54,10 @@ def test_tensor_parallel_equals_one_process(size: int, model: str, pools: Worker
         (Case(2, 2, 0, 2, "adam", "float32", "plain"), "adaptive tied"),
         (Case(1, 2, 3, 2, "adagrad", "float32", "deepspeed"), "tied"),
         (Case(2, 1, 2, 2, "adam", "float32", "deepspeed"), "tied"),
+        (Case(1, 1, 1, 2, "adagrad", "float32", "deepspeed", pipeline=2), "tied"),
+        (Case(1, 2, 1, 1, "adam", "float32", "deepspeed", pipeline=2), "adaptive tied"),
+        (Case(1, 1, 0, 2, "adam", "float32", "deepspeed", pipeline=2), "adaptive tied"),
+        (Case(2, 1, 0, 1, "adagrad", "float32", "deepspeed", pipeline=2), "adaptive"),
     ],
     ids=str,
 )

@@ -256,7 +256,7 @@ def test_the_cache_holds_the_last_hidden_states_in_order(span: int) -> None:
     model, tokens = replace(MODEL, adaptive_span=False, max_attention_span=span), text(24)
     network = network_of(single_process_groups(), model)
     expected, states = dense_network(weights(model), model, torch.from_numpy(tokens.astype(np.int64)))
-    slot = CacheSlot(model.num_layers, 1, model.hidden_size, torch.float64, CPU)
+    slot = CacheSlot(range(model.num_layers), 1, model.hidden_size, torch.float64, CPU)
     nats = []
     for start in range(0, 22, 5):
         stop = min(start + 5, 22)

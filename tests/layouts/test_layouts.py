@@ -1,6 +1,7 @@
 """One trajectory, any layout: the same losses and gradients as in a single process.
 
-TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, on real text, with dropout and active clipping.
+TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, and pipelines of up to 8 processes: TP 1, 2, 4 ×
+PP 2, 4 × DP 1, 2, 4 × ZeRO 0, 1 × accumulation 1, 2, 4, on real text, with dropout and active clipping.
 The fast subset runs in `make test`, all of it in `make test-layouts`.
 """
 
@@ -29,6 +30,19 @@ FAST = [
     Case(1, 2, 2, 1, "adam", "float32", "deepspeed"),
     Case(2, 2, 0, 2, "adam", "float32", "deepspeed"),
     Case(4, 1, 1, 2, "adam", "float32", "deepspeed"),
+]
+PIPELINES = [
+    Case(tensor, data, zero, accumulation, optimizer, "float32", "deepspeed", pipeline, depth=5)
+    for tensor, pipeline, data, zero, accumulation, optimizer in product(
+        (1, 2, 4), (2, 4), (1, 2, 4), (0, 1), (1, 2, 4), ("adagrad", "adam")
+    )
+    if tensor * pipeline * data <= 8 and data * accumulation <= 8
+]
+FAST_PIPELINES = [
+    Case(1, 1, 1, 4, "adagrad", "float32", "deepspeed", 2, (1, 4), 5),
+    Case(2, 1, 1, 2, "adam", "float32", "deepspeed", 2, depth=5),
+    Case(1, 2, 0, 2, "adagrad", "float32", "deepspeed", 2, depth=5),
+    Case(1, 1, 0, 2, "adam", "float32", "deepspeed", 4, depth=5),
 ]
 PLAIN = [
     Case(tensor, data, 0, accumulation, optimizer, "float64", "plain")
@@ -68,12 +82,12 @@ def check(case: Case, pools: WorkerPools, shared: Path, single: Single, record: 
         assert found[what] <= bound, f"{what} differs by {found[what]:.1e}, more than {bound:.0e}"
 
 
-@pytest.mark.parametrize("case", FAST + FAST_PLAIN, ids=str)
+@pytest.mark.parametrize("case", FAST + FAST_PIPELINES + FAST_PLAIN, ids=str)
 def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
     check(case, pools, shared, single, record_property)
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("case", ALL + PLAIN, ids=str)
+@pytest.mark.parametrize("case", ALL + PIPELINES + PLAIN, ids=str)
 def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
     check(case, pools, shared, single, record_property)

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.kernels import eager
+from megatron_allattn.kernels.blocked import Blocked
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.work import Work, flops_by_part, step_flops
@@ -36,11 +37,12 @@ COUNTED = {torch.ops.aten.addmm_: inplace_flops, torch.ops.aten.baddbmm_: inplac
 
 def count(model: ModelConfig, backend: str, training: bool, reach: list[list[int]], recompute: str = "none") -> int:
     """What PyTorch counts in a forward pass, and a backward pass, over the real network with full caches."""
-    network = Network(model, VOCABULARY, ALONE, FusedOps("torch"), BACKENDS[backend](torch.device("cpu")), recompute)
+    attend = {"eager": eager.attend, "blocked": Blocked(None)}[backend]  # compiled heads are no operators
+    network = Network(model, VOCABULARY, ALONE, FusedOps("torch"), attend, recompute)
     generator = torch.Generator().manual_seed(3)
     for parameter in network.parameters():
         parameter.data.normal_(0.0, 0.1, generator=generator)
-    slot = CacheSlot(model.num_layers, BATCH, model.hidden_size, torch.float32, torch.device("cpu"))
+    slot = CacheSlot(range(model.num_layers), BATCH, model.hidden_size, torch.float32, torch.device("cpu"))
     length = model.max_attention_span
     slot.restore([torch.zeros(BATCH, length, model.hidden_size)] * model.num_layers, length)
     windows = tuple(model.max_attention_span if max(layer) > 65 else 64 for layer in reach)

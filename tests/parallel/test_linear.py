@@ -79,7 +79,7 @@ def _count(rank: int, world_size: int, num_layers: int, feed_forward_size: int) 
     )
     network = Network(config, 11, groups_of(2, 1).tensor, FusedOps("torch"))
     initialize(network, 1)
-    slot = CacheSlot(num_layers, 2, 8, torch.float32, torch.device("cpu"))
+    slot = CacheSlot(range(num_layers), 2, 8, torch.float32, torch.device("cpu"))
     context = BlockContext(windows=(6,) * num_layers, cache=slot, dropout_keys=None)
     tokens = torch.arange(8).view(2, 4)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig, Recompute, RunConfig, TrainingConfig
 from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import by_hand, cut
@@ -56,6 +58,7 @@ class Case:
     engine: str = "plain"
     pipeline: int = 1
     layers: tuple[int, ...] = ()
+    depth: int = 0  # layers of the model, if not its own number
 
     @property
     def world_size(self) -> int:
@@ -92,7 +95,7 @@ def characters(path: Path) -> tuple[np.ndarray, int]:
 def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: int = 32) -> RunConfig:
     """The run of a case: 8 streams of 32 tokens a step unless said otherwise."""
     return RunConfig(
-        model=model,
+        model=replace(model, num_layers=case.depth or model.num_layers),
         parallel=ParallelConfig(
             tensor_model_parallel_size=case.tensor,
             pipeline_model_parallel_size=case.pipeline,
@@ -116,13 +119,20 @@ def groups_of(tensor: int, data: int, pipeline: int = 1) -> Groups:
     return make_groups(layout, timedelta(seconds=100))
 
 
-def build(case: Case, vocab_size: int, run: RunConfig | None = None) -> Engine:
+def build(
+    case: Case,
+    vocab_size: int,
+    run: RunConfig | None = None,
+    attend: Attend = eager.attend,
+    recompute: Recompute = "none",
+) -> Engine:
     """A fresh engine of a case on this rank."""
     run = run or run_config(case)
     groups = groups_of(case.tensor, case.data, case.pipeline)
     count = run.model.num_layers
-    parts = by_hand(case.layers, count) if case.layers else cut([1.0] * count, case.pipeline)
-    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"), part=parts[groups.pipeline.rank])
+    parts = by_hand(case.layers, count) if case.layers else cut([1.0] * count, 0.0, 0.0, case.pipeline)
+    part = parts[groups.pipeline.rank]
+    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"), attend, recompute, part)
     initialize(network, run.training.seed)
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     if case.engine == "plain":

@@ -62,7 +62,7 @@ def blocks() -> list[tuple[Tensor, Tensor]]:
 def two_blocks(network: Network, dropout: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses [2, B, M] of both blocks, the second with the first's cache; gradients of their weighted sum, joined."""
     config, group = network.config, network.group
-    slot = CacheSlot(config.num_layers, len(STREAMS), config.hidden_size, torch.float64, torch.device("cpu"))
+    slot = CacheSlot(range(config.num_layers), len(STREAMS), config.hidden_size, torch.float64, torch.device("cpu"))
     windows = (config.max_attention_span,) * config.num_layers
     losses = []
     for step, (inputs, targets) in enumerate(blocks(), start=1):
