@@ -51,7 +51,7 @@ def cut(costs: Sequence[float], first: float, last: float, stages: int) -> list[
     """Consecutive layers for every stage, at least one each, so that the largest stage's cost is least.
 
     costs: of every layer; first, last: what the first stage has beside layers (the embedding), and the last (the
-    output). Of cuts that are equally good, the one whose later stages have fewer layers.
+    output). Of cuts that are equally good, the one whose first stages have more layers.
     Raises ValueError: there are more stages than layers.
     """
     count = len(costs)

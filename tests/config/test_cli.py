@@ -117,7 +117,21 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
         (["--no-adaptive-span", "--span-loss", "1e-6"], "--span-loss 1e-06: has no effect with --no-adaptive-span"),
         (["--save-interval", "5"], "--save-interval 5: has no effect without --save"),
         (["--bf16", "--fp16"], "--bf16 --fp16: a run has one precision"),
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2: this release runs the layers in"),
+        (
+            ["--pipeline-model-parallel-size", "2", "--zero-stage", "2"],
+            "--pipeline-model-parallel-size 2: ZeRO 2 cuts gradients, which a pipeline keeps whole while micro-batches "
+            "pass; give --zero-stage 1 (or 0), or leave the pipeline and keep the stage",
+        ),
+        (
+            ["--pipeline-model-parallel-size", "3", "--num-layers", "2"],
+            "--pipeline-model-parallel-size 3: every stage needs a layer, and --num-layers is 2",
+        ),
+        (["--pipeline-layers", "2,2"], "--pipeline-layers 2,2: --pipeline-model-parallel-size 1 has 1 stage, it has 2"),
+        (
+            ["--pipeline-model-parallel-size", "2", "--pipeline-layers", "1,2", "--num-layers", "4"],
+            "--pipeline-layers 1,2: together they are 3 layers, --num-layers is 4",
+        ),
+        (["--pipeline-partition", "cost"], "--pipeline-partition cost: has no effect without a pipeline"),
         (
             ["--recipe", "enwik8smal"],
             f"--recipe enwik8smal: unknown recipe; did you mean enwik8-small? --recipe list shows all {len(RECIPES)}",

@@ -75,7 +75,27 @@ from megatron_allattn.config import (
             "--persistent-memory-size 1: --variant transformer has a feed-forward sublayer instead",
         ),
         (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 0: must be at least 1"),
-        (ParallelConfig, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2: this release runs"),
+        (ParallelConfig, {"pipeline_model_parallel_size": 0}, "--pipeline-model-parallel-size 0: must be at least 1"),
+        (
+            ParallelConfig,
+            {"pipeline_model_parallel_size": 2, "zero_stage": 3},
+            "--pipeline-model-parallel-size 2: ZeRO 3 cuts gradients",
+        ),
+        (
+            ParallelConfig,
+            {"pipeline_model_parallel_size": 2, "pipeline_layers": "2,x"},
+            "--pipeline-layers 2,x: its parts must be numbers from 1 on",
+        ),
+        (
+            ParallelConfig,
+            {"pipeline_model_parallel_size": 2, "pipeline_layers": "2,0"},
+            "--pipeline-layers 2,0: its parts must be numbers from 1 on",
+        ),
+        (
+            ParallelConfig,
+            {"pipeline_model_parallel_size": 2, "pipeline_layers": "2"},
+            "--pipeline-layers 2: --pipeline-model-parallel-size 2 has 2 stages, it has 1",
+        ),
         (ParallelConfig, {"zero_stage": 4}, "--zero-stage 4: must be at least 0 and at most 3"),
         (ParallelConfig, {"distributed_timeout_minutes": 0}, "--distributed-timeout-minutes 0.0: must be above 0"),
         (OptimizerConfig, {"optimizer": "sgd"}, "--optimizer sgd: must be one of adam, adagrad"),

@@ -15,10 +15,14 @@ from megatron_allattn.kernels.compiled import load_library
 pytestmark = pytest.mark.skipif(load_library()[0] is None, reason=load_library()[1])
 
 
+@pytest.fixture(autouse=True)
+def made_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FLAGS", tuple(flag for flag in compiled.FLAGS if flag != "-O3"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where libraries go, empty; they are made in a hurry."""
-    monkeypatch.setattr(compiled, "FLAGS", tuple(flag for flag in compiled.FLAGS if flag != "-O3"))
+    """Where libraries go, empty."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     return tmp_path / "extensions" / "megatron_allattn"
 
