@@ -15,6 +15,7 @@ Who does what:
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +215,13 @@ class DeepSpeedEngine(Engine):
             return super()._local_spans()
         with self._deepspeed.zero.GatheredParameters(self.network.span_parameters()):
             return super()._local_spans()
+
+    def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        for (name, shard), parameter in super().held():
+            if self.zero_stage == 3:
+                yield (name, f"{shard} (part {self.groups.data.rank})"), parameter.ds_tensor  # type: ignore[attr-defined]
+            else:
+                yield (name, shard), parameter
 
     def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
         return self.engine(inputs, context, targets)

@@ -256,6 +256,12 @@ class Engine(ABC):
             joined = self._join(logical, read(parameters[logical.name]))
         return broadcast_tensor(joined, stage, self.groups.pipeline)
 
+    def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """What this rank computes with: of every weight of its part, its name, which part of it, and that part."""
+        for logical, parameter in self.network.logical_parameters():
+            shard = f" (shard {self.groups.tensor.rank})" if logical.shard_dim is not None else ""
+            yield (logical.name, shard), parameter
+
     def _join(self, logical: LogicalTensor, local: Tensor) -> Tensor:
         shards = all_gather(local, self.groups.tensor) if logical.shard_dim is not None else [local]
         return logical.join(shards).cpu()

@@ -17,6 +17,7 @@ from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS, interrupted
+from megatron_allattn.engine.drift import Drift
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import PeerFailed, agree, is_lost_peer
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
@@ -106,7 +107,7 @@ def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
         return 1
     if not first:
         time.sleep(GRACE_SECONDS)
-    elif isinstance(error, UsageError | StorageError | discovery.LaunchError):
+    elif isinstance(error, UsageError | StorageError | Drift | discovery.LaunchError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     elif isinstance(error, KeyboardInterrupt):
         return interrupted()

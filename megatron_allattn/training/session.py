@@ -22,6 +22,7 @@ from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
+from megatron_allattn.engine.drift import check_replicas
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
@@ -103,8 +104,9 @@ class Session:
         }
 
     def save(self) -> None:
-        """Write a checkpoint of the last step done."""
+        """Write a checkpoint of the last step done. Raises Drift where replicas differ."""
         assert self.run.checkpoint.save is not None
+        check_replicas(self.engine)
         save.save(self.run.checkpoint.save, self.step, self.engine, self.state())
 
     def resume(self, step_folder: Path) -> None:

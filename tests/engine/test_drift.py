@@ -1,0 +1,75 @@
+"""Replicas that are no longer the same are found before a checkpoint is written."""
+
+import pytest
+import torch
+
+from megatron_allattn.engine.drift import Drift, check_replicas
+from megatron_allattn.parallel.collectives import PeerFailed
+from tests.support.pool import WorkerError, WorkerPools
+from tests.support.trajectories import Case, build
+
+CASES = [
+    Case(2, 1, 0, 1, "adam", "float32", "deepspeed"),
+    Case(1, 2, 1, 1, "adagrad", "bfloat16", "deepspeed"),
+    Case(1, 2, 3, 1, "adam", "float32", "deepspeed"),
+    Case(1, 1, 1, 1, "adam", "float32", "deepspeed", pipeline=2),
+    Case(2, 2, 0, 1, "adam", "float64", "plain"),
+]
+
+
+def _check(rank: int, world_size: int, case: Case, changed: str | None, on: int) -> str | None:
+    """What is said on this rank after one weight has changed on one rank by a rounding."""
+    engine = build(case, 61)
+    with torch.no_grad():
+        for logical, parameter in engine.network.logical_parameters():
+            if logical.name == changed and rank == on:
+                parameter.flatten()[:1] *= 1.01
+    try:
+        check_replicas(engine)
+    except Drift as error:
+        return str(error)
+    except PeerFailed:
+        return "peer"
+    return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replicas_that_are_the_same_are_left_alone(case: Case, pools: WorkerPools) -> None:
+    assert pools(case.world_size).run(_check, case, None, 0) == [None] * case.world_size
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "on", "said"),
+    [
+        (CASES[0], "layers.1.norm1.weight", 1, "layers.1.norm1.weight on rank 1 of 2 that hold it"),
+        (CASES[1], "output.weight", 0, "output.weight (shard 0) on rank"),
+        (CASES[3], "position.key", 1, "position.key on rank 1 of 2 that hold it"),
+        (CASES[4], "embedding.weight", 3, "embedding.weight (shard 1) on rank"),
+        (CASES[4], "position.key", 2, "position.key on rank 2 of 4 that hold it"),
+    ],
+)
+def test_one_that_differs_is_named_with_its_rank(case: Case, name: str, on: int, said: str, pools: WorkerPools) -> None:
+    first, *others = pools(case.world_size).run(_check, case, name, on)
+    assert first is not None and first.startswith("1 of the weights") and said in first
+    assert others == ["peer"] * (case.world_size - 1)
+
+
+def test_a_weight_that_one_rank_alone_holds_has_no_replica(pools: WorkerPools) -> None:
+    assert pools(2).run(_check, CASES[0], "layers.0.query.weight", 1) == [None, None]
+
+
+def _save(rank: int, world_size: int, folder: str) -> None:
+    from megatron_allattn.training import session
+
+    engine = build(CASES[0], 61)
+    with torch.no_grad():
+        if rank == 1:
+            engine.network.position.key[0, 0, 0] += 1
+    run = type("Run", (), {"checkpoint": type("Checkpoint", (), {"save": folder})})
+    session.Session(run, None, None, engine, None, []).save()
+
+
+def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:
+    with pytest.raises(WorkerError, match=r"position\.key on rank"):
+        pools(2).run(_save, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
