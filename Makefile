@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | test-variants | lint | benchmark | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-64 | test-variants | lint | benchmark | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -11,7 +11,7 @@ DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts test-variants demo benchmark gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-64 test-variants demo benchmark gpu-check clean
 
 venv: $(READY)
 
@@ -40,6 +40,9 @@ test: $(READY)
 
 test-layouts: $(READY)
 	$(BIN)/python -m pytest -q -m layouts
+
+test-64: $(READY)
+	$(BIN)/python -m pytest -q -m sixty_four
 
 test-variants: $(READY)
 	$(BIN)/python -m pytest -q -m variants

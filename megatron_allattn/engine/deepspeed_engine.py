@@ -37,7 +37,7 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
-from megatron_allattn.parallel.groups import ALONE, Groups
+from megatron_allattn.parallel.groups import ALONE, Groups, limit_waiting
 from megatron_allattn.parallel.layout import padded_share
 
 
@@ -130,6 +130,7 @@ class DeepSpeedEngine(Engine):
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
         self._deepspeed = deepspeed
         self.engine = self._initialize(settings)
+        limit_waiting(60 * run.parallel.distributed_timeout_minutes)  # it makes groups of its own, without one
         if self.zero_stage in (1, 2):
             self.engine.optimizer.scaled_global_norm = self._norm
         self._allocate_state()

@@ -26,8 +26,8 @@ class Drift(RuntimeError):
 def check_replicas(engine: Engine) -> None:
     """Compare every weight's hash over the ranks that hold the same. Collective.
 
-    Raises Drift on the first rank (PeerFailed on the others): it names weights, the ranks that differ from most of those
-    that hold them, and how many do.
+    Raises Drift on the first rank (PeerFailed on the others): it names weights, the ranks that differ from most of
+    those that hold them, and how many do.
     """
     own = {key: _digest(tensor) for key, tensor in engine.held()}
     held: dict[tuple[str, str], list[tuple[int, bytes]]] = {}

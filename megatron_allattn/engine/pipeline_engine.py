@@ -27,7 +27,7 @@ from megatron_allattn.engine.interface import Spans
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import broadcast_tensor
-from megatron_allattn.parallel.groups import Group, limit_waiting
+from megatron_allattn.parallel.groups import Group
 
 
 class _Stage(nn.Module):
@@ -62,7 +62,6 @@ class PipelineEngine(DeepSpeedEngine):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, whatever the logger's level
             module = self._module()
             engine, *_ = self._deepspeed.initialize(model=module, optimizer=self.optimizer, config=settings)
-        limit_waiting(60 * self.run.parallel.distributed_timeout_minutes)
         return engine
 
     def _module(self) -> Any:

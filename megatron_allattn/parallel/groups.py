@@ -100,5 +100,5 @@ def _join(partition: list[list[int]], rank: int, timeout: timedelta) -> Group:
 
 def limit_waiting(seconds: float) -> None:
     """Give every process group of this process this time-out, also those that a library has made without one."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

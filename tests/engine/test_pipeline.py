@@ -89,7 +89,12 @@ def test_every_stage_knows_what_the_run_reports(pools: WorkerPools) -> None:
     assert found[0]["weights"] == pytest.approx(one["weights"], rel=1e-3, abs=1e-3)
 
 
-def test_no_process_group_waits_for_ever(pools: WorkerPools) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 1, 1, 1, "adam", "float32", "deepspeed", 2), Case(1, 2, 2, 1, "adam", "float32", "deepspeed")],
+    ids=str,
+)
+def test_no_process_group_waits_for_ever(case: Case, pools: WorkerPools) -> None:
     """Those that DeepSpeed makes included: it gives them no time-out of its own."""
-    for rank in pools(2).run(_every_rank, Case(1, 1, 1, 1, "adam", "float32", "deepspeed", 2)):
+    for rank in pools(2).run(_every_rank, case):
         assert rank["waits"] == {timedelta(minutes=run_config(Case()).parallel.distributed_timeout_minutes)}

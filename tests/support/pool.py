@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT = 180.0  # seconds; importing torch takes long on a busy machine
+START_TIMEOUT = 180.0  # seconds, and for each process; importing torch takes long on a busy machine
+START_TIMEOUT_EACH = 10.0
 GRACE = 2.0  # seconds that the other workers get to report after the first failure
 TAIL = 6000  # characters of a worker's output shown in an error
 
@@ -46,6 +47,10 @@ class WorkerPool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
+
+    @property
+    def _patience(self) -> float:
+        return START_TIMEOUT + START_TIMEOUT_EACH * self.world_size
 
     @property
     def pids(self) -> list[int]:
@@ -112,10 +117,10 @@ class WorkerPool:
             self._processes.append(process)
             self._pipes.append(Connection(ours.detach()))
         # Rank 0 takes a free port and tells it, so that nobody else can take it in between.
-        port = self._collect(START_TIMEOUT, "start", ranks=[0])[0]
+        port = self._collect(self._patience, "start", ranks=[0])[0]
         for pipe in self._pipes[1:]:
             pipe.send_bytes(pickle.dumps(port))
-        self._collect(START_TIMEOUT, "start")
+        self._collect(self._patience, "start")
 
     def _collect(self, timeout: float, what: str, ranks: list[int] | None = None) -> list[Any]:
         waiting = {self._pipes[rank]: rank for rank in (ranks if ranks is not None else range(self.world_size))}
