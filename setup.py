@@ -40,7 +40,7 @@ setup(
         "mpi4py>=4.0,<5",
     ],
     extras_require={
-        "test": ["pytest>=8.4", "ruff>=0.14", "mypy>=1.18", "import-linter>=2.5", "mpich>=4.3"],
+        "test": ["pytest>=8.4", "pytest-xdist>=3.6", "ruff>=0.14", "mypy>=1.18", "import-linter>=2.5", "mpich>=4.3"],
         "plots": ["matplotlib>=3.9"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.18"],
