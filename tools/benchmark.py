@@ -40,9 +40,9 @@ def add_attention(parser: ToolParser) -> None:
     add("--attention-backend", nargs="+", choices=ANY_BACKEND, default=["auto"], help="those to measure (default auto)")
     add("--check", action="store_true", help="first hold every backend that runs here against eager in float64")
     add("--sweep", nargs="+", choices=("mean-span", "max-span"), default=[], help="cost against the spans")
-    add("--longest-span", type=count, default=2048, metavar="S", help="of a sweep's longest head (default 2048)")
-    add("--mean-span", type=count, default=300, metavar="S", help="of --sweep max-span (default 300)")
-    add("--points", type=_points, default=7, metavar="N", help="of a sweep (default 7)")
+    add("--longest-span", type=count, metavar="S", help="of a sweep's longest head (default 2048)")
+    add("--mean-span", type=count, metavar="S", help="of --sweep max-span (default 300)")
+    add("--points", type=_points, metavar="N", help="of a sweep (default 7)")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the sweeps (needs matplotlib)")
 
 

@@ -5,7 +5,6 @@ has the same random weights and spans of its own; the block's hidden states and 
 """
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summar
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.model.backends import backend_of
-from megatron_allattn.model.span import cache_length, look_back, window_length
+from megatron_allattn.model.span import cache_length, look_back, span_in_tokens, window_length
 from megatron_allattn.model.work import flops_by_part
 from megatron_allattn.parallel.random import DropoutKeys
 
@@ -140,6 +139,7 @@ def measure_attention(
     for name, attention in built.items():
         case, work, times = attention.case, attention.gflop(), found[name]
         gflops = [work["model"] / took for took in times]
+        spans = span_in_tokens(torch.tensor(case.z), case.model.max_attention_span, case.model.span_ramp)
         results[name] = {
             "seconds": summarize(times).to_dict(),
             "tokens_per_second": case.batch * case.block / summarize(times).median,
@@ -148,7 +148,7 @@ def measure_attention(
             "share": ratios(gflops, by_rate[case.dtype]).median,
             "dtype": case.dtype,
             "attention_backend": attention.backend.name,
-            "span_mean": statistics.fmean(reach for layer in attention.reach for reach in layer),
-            "span_max": max(map(max, attention.reach)),
+            "span_mean": spans.mean().item(),
+            "span_max": spans.max().item(),
         }
     return results, {name: summarize(values).to_dict() for name, values in by_rate.items()}

@@ -26,7 +26,8 @@ from megatron_allattn.parallel.random import keep_scale
 
 
 class Blocked:
-    """The backend; its scratch memory is shared by all layers that use the same object.
+    """The backend; its scratch memory is shared by all layers that use the same object, which is for one thread at a
+    time.
 
     library: of `load_library`, None where there is none or PyTorch's heads are wanted; about: what it says of it.
     """

@@ -13,6 +13,7 @@ import platform
 import shlex
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -29,7 +30,11 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
 
     CXX: the compiler's command, c++ by default. TORCH_EXTENSIONS_DIR: where the library is kept.
     """
-    command = shlex.split(os.environ.get("CXX") or "c++")
+    given = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        command = shlex.split(given)
+    except ValueError as error:
+        return None, f"heads of PyTorch: CXX {given}: {error}"
     compiler = shutil.which(command[0])
     if compiler is None:
         return None, f"heads of PyTorch: no C++ compiler {command[0]}"
@@ -53,11 +58,26 @@ def _library(command: list[str]) -> ctypes.CDLL:
     _check_owner(library.parent)
     if library.exists():
         try:
-            return ctypes.CDLL(str(library))
-        except OSError:  # cut short by a crash, or of another system: made again
-            library.unlink(missing_ok=True)
+            if _is_whole(library):
+                return ctypes.CDLL(str(library))
+        except OSError:  # of another system
+            pass
+        library.unlink(missing_ok=True)
     _compile(command, library)
     return ctypes.CDLL(str(library))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library was not cut short by a crash: to load the rest would end the process.
+
+    ELF puts the table of its sections at a file's end, and where that is into its beginning (64 bits, little-endian).
+    """
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        return False
+    (offset,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return library.stat().st_size >= offset + size * count
 
 
 def _torch() -> list[str]:

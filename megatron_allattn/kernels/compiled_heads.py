@@ -27,6 +27,9 @@ def can_compute(call: BlockedCall) -> bool:
 _NUMBERS = ("batch", "length", "tile", "heads", "size", "persistent", "hidden", "rows", "longest", "positions", "known")
 
 
+_WIDE = ("bias", "dbias", "dposition_key")  # float32 at least
+
+
 class _Call(ctypes.Structure):
     """`Call` of heads.cpp."""
 
@@ -105,7 +108,7 @@ class CompiledHeads:
         return of
 
     def _run(self, arguments: "_Arguments", backward: bool) -> None:
-        """Raises RuntimeError where a product fails, with what PyTorch says."""
+        """Raises RuntimeError where a product fails, or memory, with what PyTorch or C++ says."""
         call, name = self._call, str(self._call.block.dtype).removeprefix("torch.")
         described = ctypes.byref(arguments.described)
         count = getattr(self._library, f"scratch_bytes_{name}")
@@ -114,7 +117,7 @@ class CompiledHeads:
         if call.block.device.type == "meta":
             return
         if not getattr(self._library, f"run_{name}")(described, ctypes.c_void_p(scratch.data_ptr()), backward):
-            raise RuntimeError(f"a matrix product of attention: {arguments.described.message.decode(errors='replace')}")
+            raise RuntimeError(f"a head of attention failed: {arguments.described.message.decode(errors='replace')}")
 
 
 class _Arguments:
@@ -122,8 +125,9 @@ class _Arguments:
 
     def __init__(self, call: BlockedCall, projected: Projected) -> None:
         weights, columns, dropout = call.weights, call.columns, call.dropout
-        assert columns.bias is None or columns.bias.dtype == wide_type(call.block.dtype)
+        self._call = call
         cache = call.cache if call.cache.stride(2) == 1 else call.cache.contiguous()
+        self._check("cache", cache)
         self._held: list[object] = [cache]
         self.described = _Call(
             batch=call.batch,
@@ -162,11 +166,20 @@ class _Arguments:
         )
         if (kept := call.kept) is not None:
             assert kept.keys.stride() == kept.values.stride() and kept.keys.stride()[1:] == (call.size, 1)
+            self._check("kept keys", kept.keys)
+            self._check("kept values", kept.values)
             self._held.append(kept)
             self.described.kept_keys, self.described.kept_values = kept.keys.data_ptr(), kept.values.data_ptr()
             self.described.kept_stride = kept.keys.stride(0)
             self.described.kept_spans = self._numbers(kept.spans)
             self.described.kept_starts = self._numbers(kept.starts)
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        block = self._call.block
+        own = torch.int32 if name.endswith("_keys") else wide_type(block.dtype) if name in _WIDE else block.dtype
+        if tensor.dtype != own or tensor.device.type != block.device.type:
+            found, wanted = f"{tensor.dtype} on {tensor.device}", f"{own} on {block.device}"
+            raise ValueError(f"{name} {found}: with a block of {block.dtype} it must be {wanted}")
 
     def _numbers(self, numbers: Sequence[int]) -> int:
         """The address of int64 [H]."""
@@ -179,9 +192,11 @@ class _Arguments:
         self.write(**{name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()})
 
     def write(self, **tensors: Tensor | None) -> "_Arguments":
-        """Put in the addresses of these."""
+        """Put in the addresses of these. Raises ValueError: one has not the type that is read or written there."""
         for name, tensor in tensors.items():
             assert tensor is None or tensor.is_contiguous(), name
+            if tensor is not None:
+                self._check(name, tensor)
             self._held.append(tensor)
             setattr(self.described, name, None if tensor is None else tensor.data_ptr())
         return self

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <numeric>
 #include <vector>
 
@@ -533,7 +534,7 @@ bool run(Call& call, std::byte* scratch, bool backward) {
                 head.backward();
             else
                 head.forward();
-        } catch (const ProductFailed& error) {
+        } catch (const std::exception& error) {
             if (!failed.exchange(true)) std::strncpy(call.message, error.what(), sizeof call.message - 1);
         }
     }

@@ -28,7 +28,8 @@ class Workspace:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             self._buffers.pop(key, None)
-            buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
+            with torch.inference_mode(False):  # what is made under it could not be written to outside of it
+                buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
         return buffer[:size].view(tuple(shape))
 
     def zeros(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -76,6 +76,9 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
         (["step", "--span-profile", "latest"], "--span-profile latest: cannot be read (No such file or directory)"),
         ([*("step", *TINY), "--compare", "float32"], "--compare float32: blocked, float32 is there already; leave it"),
         (["attention", "--plot", "a.svg"], "--plot a.svg: there is nothing to draw; add --sweep mean-span max-span"),
+        (["attention", "--points", "3"], "--points 3: has no effect without its sweep; add --sweep mean-span max-span"),
+        (["attention", "--longest-span", "99"], "--longest-span 99: has no effect without its sweep"),
+        (["attention", "--sweep", "mean-span", "--mean-span", "9"], "--mean-span 9: has no effect without its sweep"),
         (["attention", "--points", "2"], "argument --points: '2': must be an integer from 3 to"),
         (["attention", *TINY, "--sweep", "mean-span"], "--longest-span 2048: the maximum span of demo is 256"),
         (

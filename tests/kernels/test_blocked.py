@@ -217,6 +217,17 @@ def test_without_gradient_the_output_is_the_same(blocked: Make) -> None:
         assert torch.equal(found, expected)
 
 
+def test_training_after_inference_mode(blocked: Make) -> None:
+    """Scratch memory that was made under it is written to outside of it."""
+    for normalization in NORMALIZATIONS:
+        attend, problem = blocked(), make(batch=4, dropout=DROPOUT, block_length=9, normalization=normalization)
+        with torch.inference_mode():
+            expected = answer(attend, problem).clone()
+        found = answer(attend, problem)
+        assert torch.equal(found, expected)
+        assert all(gradient.isfinite().all() for gradient in gradients(found, problem).values())
+
+
 def test_gradients_of_some_tensors_alone(blocked: Make) -> None:
     problem = make(normalization="span")
     everything = gradients(answer(blocked(), problem), problem)

@@ -90,6 +90,13 @@ def test_rows_that_move_back_to_the_front_are_the_same(blocks: tuple[int, ...], 
     check(problem, blocks, in_blocks(eager.attend, problem, (sum(blocks),)))
 
 
+def test_vectors_that_are_none_are_as_no_tensor_of_them() -> None:
+    problem = text((1, 3), persistent=0, empty_cache="mask")
+    none = torch.zeros(len(problem.heads), problem.position.shape[1], 0, dtype=torch.float64)
+    empty = replace(problem, persistent_key=none, persistent_value=none.transpose(1, 2))
+    check(empty, (1, 3), in_blocks(cached_attention(), problem, (1, 3)))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.03)])
 def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
     expected = by_loops("plain")

@@ -125,6 +125,27 @@ def test_a_library_that_was_cut_short_is_made_again(
     assert (other / library.name).stat().st_size == library.stat().st_size
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.001, 0.03, 0.25, 0.5, 0.9, 0.999])
+def test_a_library_that_was_cut_short_anywhere_is_not_loaded(kept: float, folder: Path) -> None:
+    """Loading the rest of one would end the process by a signal."""
+    load_library()
+    (library,) = folder.iterdir()
+    whole = library.read_bytes()
+    short = folder.parent / "short.so"
+    short.write_bytes(whole[: int(kept * len(whole))])
+    assert compiled._is_whole(library) and not compiled._is_whole(short)
+
+
+def test_a_blank_compiler_is_the_usual_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", " ")
+    assert load_library()[0] is not None
+
+
+def test_a_compiler_with_an_open_quotation_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "')
+    assert load_library() == (None, 'heads of PyTorch: CXX g++ ": No closing quotation')
+
+
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 def test_nothing_is_loaded_from_where_others_may_write(folder: Path, mode: int) -> None:
     load_library()

@@ -160,5 +160,20 @@ def test_a_product_that_fails_is_an_error(library: ctypes.CDLL, monkeypatch: pyt
 
     monkeypatch.setattr(compiled_heads, "_Arguments", Wrong)
     for count in (1, 2):
-        with threads(count), pytest.raises(RuntimeError, match=r"^a matrix product of attention: .*negative"):
+        with threads(count), pytest.raises(RuntimeError, match=r"^a head of attention failed: .*negative"):
             answer(Blocked(library), odd())
+
+
+@pytest.mark.parametrize("name", ["cache", "position", "persistent_key", "persistent_value", "query", "key", "value"])
+def test_a_tensor_of_another_type_is_refused(library: ctypes.CDLL, name: str) -> None:
+    """Its memory would be read as the block's type."""
+    problem = odd()
+    setattr(problem, name, getattr(problem, name).detach().float())
+    with pytest.raises((ValueError, RuntimeError), match="[Ff]loat"):
+        answer(Blocked(library), problem)
+
+
+def test_autocast_is_refused(library: ctypes.CDLL) -> None:
+    problem = converted(odd(), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"bfloat16 on cpu: with a block of"):
+        answer(Blocked(library), problem)

@@ -18,10 +18,12 @@ from megatron_allattn.config.errors import usage_error
 from megatron_allattn.model.backends import backend_of
 
 SWEEP_LAYERS = 4
+SWEEP = {"longest_span": 2048, "mean_span": 300, "points": 7}  # its sizes
 
 
 def run(options: argparse.Namespace) -> int:
     _check_plot(options)
+    _complete_sweep(options)
     device = common.prepare(options)
     if options.sweep and options.num_layers is None:
         options.num_layers = SWEEP_LAYERS
@@ -66,6 +68,17 @@ def _check_plot(options: argparse.Namespace) -> None:
         raise usage_error("--plot", options.plot, "there is nothing to draw", "add --sweep mean-span max-span")
     plots.check_plotting("--plot", options.plot)
     report.check_output("--plot", options.plot)
+
+
+def _complete_sweep(options: argparse.Namespace) -> None:
+    """The defaults of a sweep's sizes. Raises UsageError: one is given, and there is no sweep that has it."""
+    for name, default in SWEEP.items():
+        given, flag = getattr(options, name), "--" + name.replace("_", "-")
+        used = options.sweep and (name != "mean_span" or "max-span" in options.sweep)
+        if given is not None and not used:
+            kinds = "max-span" if name == "mean_span" else "mean-span max-span"
+            raise usage_error(flag, given, "has no effect without its sweep", f"add --sweep {kinds} or leave it out")
+        setattr(options, name, default if given is None else given)
 
 
 def _points(shape: Shape, options: argparse.Namespace) -> dict[str, SpanProfile]:
