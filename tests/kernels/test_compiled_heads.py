@@ -169,7 +169,7 @@ def test_a_tensor_of_another_type_is_refused(library: ctypes.CDLL, name: str) ->
     """Its memory would be read as the block's type."""
     problem = odd()
     setattr(problem, name, getattr(problem, name).detach().float())
-    with pytest.raises((ValueError, RuntimeError), match="[Ff]loat"):
+    with pytest.raises((ValueError, RuntimeError), match=r"[Ff]loat"):
         answer(Blocked(library), problem)
 
 
