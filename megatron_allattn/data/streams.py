@@ -135,10 +135,14 @@ def _gather(
     tokens: Tokens, stream_length: int, streams: Sequence[int], position: int, seq_length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Inputs and targets [streams, seq_length] at `position` of each stream."""
-    both = np.empty((len(streams), seq_length + 1), np.int64)
-    for row, stream in enumerate(streams):
-        start = stream * stream_length + position
-        assert 0 <= stream < len(tokens) // stream_length, f"no stream {stream}"
-        assert position + seq_length < stream_length, f"no block at {position}"
-        both[row] = tokens[start : start + seq_length + 1]
-    return both[:, :-1].copy(), both[:, 1:].copy()
+    count = len(tokens) // stream_length
+    for stream in streams:
+        assert 0 <= stream < count, f"no stream {stream}"
+    assert position + seq_length < stream_length, f"no block at {position}"
+    every = np.asarray(tokens)[: count * stream_length].reshape(count, stream_length)
+    block = every[:, position : position + seq_length + 1]
+    if isinstance(streams, range) and streams.step == 1:
+        block = block[streams.start : streams.stop]  # a view: nothing is copied but into what is returned
+    else:
+        block = block[list(streams)]
+    return block[:, :-1].astype(np.int64, order="C"), block[:, 1:].astype(np.int64, order="C")
