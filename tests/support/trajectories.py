@@ -174,4 +174,9 @@ def differences(found: Trajectory, expected: Trajectory) -> dict[str, float]:
         for name, gradient in expected.gradients.items()
     ]
     norm = abs(found.norms[0] / expected.norms[0] - 1)
-    return {"first loss": losses[0], "gradients": max(gradients), "losses": losses.max(), "first norm": norm}
+    return {
+        "first loss": float(losses[0]),
+        "gradients": float(max(gradients)),
+        "losses": float(losses.max()),
+        "first norm": float(norm),
+    }
