@@ -42,7 +42,7 @@ test-layouts: $(READY)
 	$(BIN)/python -m pytest -q -m layouts
 
 test-64: $(READY)
-	$(BIN)/python -m pytest -q -m sixty_four
+	$(BIN)/python -m pytest -q -m sixty_four -o faulthandler_timeout=1800
 
 test-variants: $(READY)
 	$(BIN)/python -m pytest -q -m variants
