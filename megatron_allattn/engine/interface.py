@@ -89,7 +89,7 @@ ReadTensor = Callable[[str], Tensor]  # the full logical tensor of this name, on
 
 
 def _joined(parts: list[Tensor] | None) -> Tensor | None:
-    return None if parts is None else torch.cat(parts).cpu()
+    return None if parts is None else torch.cat(parts)
 
 
 class Engine(ABC):
@@ -221,7 +221,7 @@ class Engine(ABC):
                     local = torch.cat([slot.read(layer) for slot in self.slots])
                     whole = _joined(gather_to_first(local, self.groups.data))
                 if self.groups.data.rank == 0:
-                    whole = broadcast_tensor(whole, stage, self.groups.pipeline)
+                    whole = broadcast_tensor(whole, stage, self.groups.pipeline).cpu()
                 yield f"layers.{layer}.cache", whole
 
     def load_caches(self, cache: ReadTensor, length: int) -> None:
@@ -252,9 +252,13 @@ class Engine(ABC):
         """What `read` says of a tensor's shards, joined, on every rank; `read` may be collective over the replicas."""
         stage, joined = self._logical[logical], None
         if stage == self.groups.pipeline.rank:
-            parameters = {one.name: parameter for one, parameter in self.network.logical_parameters()}
-            joined = self._join(logical, read(parameters[logical.name]))
-        return broadcast_tensor(joined, stage, self.groups.pipeline)
+            joined = self._join(logical, read(self._own[logical]))
+        return broadcast_tensor(joined, stage, self.groups.pipeline).cpu()
+
+    @cached_property
+    def _own(self) -> dict[LogicalTensor, nn.Parameter]:
+        """The parameters of this part."""
+        return dict(self.network.logical_parameters())
 
     def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """What this rank computes with: of every weight of its part, its name, which part of it, and that part."""
@@ -264,7 +268,7 @@ class Engine(ABC):
 
     def _join(self, logical: LogicalTensor, local: Tensor) -> Tensor:
         shards = all_gather(local, self.groups.tensor) if logical.shard_dim is not None else [local]
-        return logical.join(shards).cpu()
+        return logical.join(shards)
 
     def _shard(self, logical: LogicalTensor, full: Tensor) -> Tensor:
         return logical.shard(full, self.groups.tensor.rank, self.groups.tensor.size).to(self.device)

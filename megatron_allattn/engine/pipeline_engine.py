@@ -26,7 +26,7 @@ from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
-from megatron_allattn.parallel.collectives import broadcast_tensor
+from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import Group
 
 
@@ -37,7 +37,7 @@ class _Stage(nn.Module):
         super().__init__()
         self.network = network
         self.contexts: list[BlockContext] = []
-        self.nats: Tensor | None = None
+        self.nats = torch.zeros(())  # of the micro-batch before, on the last stage
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         received, slot = inputs
@@ -57,7 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
     """See `Engine`; `network` is this stage's part."""
 
     def _initialize(self, settings: dict[str, Any]) -> Any:
-        self._stage = _Stage(self.network)
+        self._stage, self._schedule = _Stage(self.network), self._without_step()
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the groups that exist
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, whatever the logger's level
             module = self._module()
@@ -96,12 +96,8 @@ class PipelineEngine(DeepSpeedEngine):
     def forward_backward(self, inputs: np.ndarray, targets: np.ndarray, step: int, spans: Spans) -> float:
         slots = list(self._micro_batches(step, spans))
         self._stage.contexts = [context for _, context in slots]
-        losses = self._run(self._without_step(), [(inputs[rows], targets[rows]) for rows, _ in slots])
-        last = self.groups.pipeline.size - 1
-        mean = None
-        if self.network.part.last:
-            mean = torch.tensor(self._mean_loss(losses), dtype=torch.float64)
-        return broadcast_tensor(mean, last, self.groups.pipeline).item()
+        losses = self._run(self._schedule, [(inputs[rows], targets[rows]) for rows, _ in slots])
+        return self._from_last(self._mean_loss(losses) if losses else 0.0).item()
 
     @torch.no_grad()
     def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
@@ -111,8 +107,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._stage.contexts = [BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)]
         self._run(InferenceSchedule(1, pipeline.size, pipeline.rank), [(inputs, targets)])
         slot.commit(inputs.shape[1])
-        total = self._stage.nats.double().sum() if self._stage.nats is not None else None
-        return broadcast_tensor(total, pipeline.size - 1, pipeline)
+        return self._from_last(self._stage.nats.double().sum().item() if self.network.part.last else 0.0)
+
+    def _from_last(self, number: float) -> Tensor:
+        """The last stage's number, float64 scalar, on all stages; the others give 0."""
+        return all_reduce(torch.tensor(number, dtype=torch.float64, device=self.device), self.groups.pipeline)
 
     def _run(self, schedule: Any, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[Tensor]:
         """Run micro-batches through a schedule; their losses, on the last stage."""

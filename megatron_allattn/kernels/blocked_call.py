@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.columns import Columns
-from megatron_allattn.kernels.dropout import tile_columns
+from megatron_allattn.kernels.dropout import DropoutRows, tile_columns
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, wide_type
 from megatron_allattn.kernels.workspace import Workspace
 
@@ -38,15 +38,6 @@ class Kept:
     values: Tensor
     starts: Sequence[int]
     spans: Sequence[int]
-
-
-@dataclass(frozen=True)
-class DropoutRows:
-    """Keys of rows, int32 [H, B·M], and of column pairs, int32 [⌈(longest + N) / 2⌉], and the probability."""
-
-    rows: Tensor
-    pairs: Tensor
-    probability: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class BlockedCall:
     @property
     def persistent(self) -> int:
         """N."""
-        return 0 if self.weights.persistent_key is None else self.weights.persistent_key.shape[2]
+        return self.weights.num_vectors
 
     @property
     def shared(self) -> bool:

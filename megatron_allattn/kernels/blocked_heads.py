@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import windows
 from megatron_allattn.kernels.blocked_call import BlockedCall, Gradients, Projected
-from megatron_allattn.kernels.passes import Dropout, Rows, TorchPasses
+from megatron_allattn.kernels.dropout import DropoutRows
+from megatron_allattn.kernels.passes import Rows, TorchPasses
 
 ROWS = 1024  # of a unit, where a stream's tiles allow: 5 MB in float32 with S + N = 1200
 
@@ -39,20 +40,13 @@ class _Unit:
 
 
 def _units(batch: int, length: int, tile: int) -> Iterator[_Unit]:
-    tiles = length // tile
-    if length < ROWS:
-        step = ROWS // length
-        for first in range(0, batch, step):
-            streams = range(first, min(first + step, batch))
-            yield _Unit(streams, slice(0, tiles), slice(streams.start * length, streams.stop * length))
-        return
-    step = max(1, ROWS // tile)
-    for stream in range(batch):
+    tiles, streams, step = length // tile, max(1, ROWS // length), max(1, ROWS // tile)
+    for stream in range(0, batch, streams):
         for first in range(0, tiles, step):
-            of_stream = slice(first, min(first + step, tiles))
-            start = stream * length
-            rows = slice(start + of_stream.start * tile, start + of_stream.stop * tile)
-            yield _Unit(range(stream, stream + 1), of_stream, rows)
+            own, of_stream = range(stream, min(stream + streams, batch)), slice(first, min(first + step, tiles))
+            start = stream * length + first * tile
+            count = len(own) * (of_stream.stop - first) * tile
+            yield _Unit(own, of_stream, slice(start, start + count))
 
 
 class TorchHeads:
@@ -138,7 +132,7 @@ class _Head:
         columns, dropout = self.call.columns, None
         if (keys := self.call.dropout) is not None:
             pairs = keys.pairs[(columns.longest - self.span) // 2 :]
-            dropout = Dropout(keys.rows[self.index, unit.rows], pairs, keys.probability)
+            dropout = DropoutRows(keys.rows[self.index, unit.rows], pairs, keys.probability)
         return Rows(
             span=self.span,
             tile=self.tile,
@@ -179,7 +173,8 @@ class _Head:
         """From dy of all heads to the head's columns of `of`, and to `grads`."""
         call = self.call
         own_dy, dq = self._own(dy), self._take("dq", len(dy), call.size)
-        dk, dv = (self._take(name, *self.keys.shape).zero_() for name in ("dk", "dv"))
+        shape, block = self.keys.shape, call.block
+        dk, dv = (call.workspace.zeros(name, shape, block.dtype, block.device) for name in ("dk", "dv"))
         for unit in self._units:
             self._unit_backward(unit, own_dy[unit.rows], dq[unit.rows], dk, dv, grads)
         self._own(of.q).copy_(dq)

@@ -108,7 +108,7 @@ class _Layer:
         # Of every element of the heads' own scores: its place in [H, R] by row, and in [H, S + N] by distance.
         head, column = (~beyond).nonzero(as_tuple=True)
         starts = torch.tensor(self.starts, device=block.device)
-        count = _vectors(weights)
+        count = weights.num_vectors
         self._by_row = (head * self.rows + starts[head] + column - (self.longest - spans[head]))[None]
         self._by_distance = (head * (self.longest + count) + column)[None]
         self._ends = starts + spans  # the row behind each head's, when first is 0
@@ -116,7 +116,7 @@ class _Layer:
     def attend_to_one(self, q: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [B, H·K] for one token of every stream; q [B, H·K], divided by √K."""
         q_BHK = q.unflatten(1, (-1, self.size))
-        if self.settings.empty_cache == "mask" and self.length == 0 and not _vectors(weights):
+        if self.settings.empty_cache == "mask" and self.length == 0 and not weights.num_vectors:
             return torch.zeros_like(q)  # there is nothing to look at
         positions_KS = weights.position_key[0, :, -self.longest :]
         a = self._weights_of(q_BHK, positions_KS, weights)
@@ -187,8 +187,3 @@ class _Layer:
 
     def repeat(self, count: int) -> None:
         self.keys, self.values = (memory.repeat_interleave(count, dim=0) for memory in (self.keys, self.values))
-
-
-def _vectors(weights: LayerWeights) -> int:
-    """N."""
-    return 0 if weights.persistent_key is None else weights.persistent_key.shape[2]

@@ -1,6 +1,6 @@
-"""The heads of the `blocked` backend in C++ (heads.cpp), for a CPU and normalization `span`.
+"""The heads of the `blocked` backend in C++ (heads.cpp), for a CPU, where masks do not multiply.
 
-They do what blocked_heads.py does, in the same units, but whole heads run side by side, one thread each, and rows pass
+They do what blocked_heads.py does, in smaller units, but whole heads run side by side, one thread each, and rows pass
 through softmax and dropout once, in the first-level cache. Matrix products are PyTorch's.
 """
 
@@ -25,9 +25,8 @@ def can_compute(call: BlockedCall) -> bool:
 
 
 _NUMBERS = ("batch", "length", "tile", "heads", "size", "persistent", "hidden", "rows", "longest", "positions", "known")
-
-
 _WIDE = ("bias", "dbias", "dposition_key")  # float32 at least
+_INTEGERS = ("row_keys", "pair_keys")  # int32
 
 
 class _Call(ctypes.Structure):
@@ -166,8 +165,8 @@ class _Arguments:
         )
         if (kept := call.kept) is not None:
             assert kept.keys.stride() == kept.values.stride() and kept.keys.stride()[1:] == (call.size, 1)
-            self._check("kept keys", kept.keys)
-            self._check("kept values", kept.values)
+            self._check("kept_keys", kept.keys)
+            self._check("kept_values", kept.values)
             self._held.append(kept)
             self.described.kept_keys, self.described.kept_values = kept.keys.data_ptr(), kept.values.data_ptr()
             self.described.kept_stride = kept.keys.stride(0)
@@ -176,7 +175,7 @@ class _Arguments:
 
     def _check(self, name: str, tensor: Tensor) -> None:
         block = self._call.block
-        own = torch.int32 if name.endswith("_keys") else wide_type(block.dtype) if name in _WIDE else block.dtype
+        own = torch.int32 if name in _INTEGERS else wide_type(block.dtype) if name in _WIDE else block.dtype
         if tensor.dtype != own or tensor.device.type != block.device.type:
             found, wanted = f"{tensor.dtype} on {tensor.device}", f"{own} on {block.device}"
             raise ValueError(f"{name} {found}: with a block of {block.dtype} it must be {wanted}")

@@ -6,6 +6,8 @@ in the order of the columns. On a CPU the comparison and the product with the ma
 a bfloat16 they are a number in [0, 2) of the same order.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,16 @@ def tile_columns(span: int, persistent: int, device: torch.device) -> Tensor:
     """
     assert span % 2 == 0
     return pair_keys(torch.arange(-(span // 2), (persistent + 1) // 2, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True)
+class DropoutRows:
+    """Keys of rows, int32 [R], of all local heads [H, B·M], and of column pairs, int32 [⌈(S + N) / 2⌉], and the
+    probability of being dropped."""
+
+    rows: Tensor
+    pairs: Tensor
+    probability: float
 
 
 class TileMask:

@@ -58,7 +58,7 @@ struct Call {
     void* dposition_key;                    // wide [K, positions], is added to
     void* dpositions;                       // scratch [H, K, longest] for it, a head's S at the end
     void* dbias;                            // wide [H, longest], is added to
-    char message[400];                      // why a product failed
+    char message[400];                      // why a head failed
 };
 
 // Memory from one block, from front to back; without a block it counts what would be needed
@@ -516,7 +516,7 @@ std::int64_t scratch_bytes(const Call& call, bool backward) {
     return split.workers * scratch_of_one<T>(call, backward, split.team);
 }
 
-// Returns whether all products were made
+// Returns whether no head failed
 template <class T>
 bool run(Call& call, std::byte* scratch, bool backward) {
     const Split split(call);

@@ -44,6 +44,11 @@ class LayerWeights:
     span: Tensor | None
     position_key: Tensor
 
+    @property
+    def num_vectors(self) -> int:
+        """N."""
+        return 0 if self.persistent_key is None else self.persistent_key.shape[2]
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of the fields, as an autograd function takes and returns them."""
         return tuple(getattr(self, field.name) for field in fields(self))

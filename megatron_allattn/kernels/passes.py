@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_allattn.kernels.band import by_distance
-from megatron_allattn.kernels.dropout import TileMask
+from megatron_allattn.kernels.dropout import DropoutRows, TileMask
 from megatron_allattn.kernels.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Keys of rows, int32 [R], and of column pairs, int32 [⌈(S + N) / 2⌉], and the probability of being dropped."""
-
-    rows: Tensor
-    pairs: Tensor
-    probability: float
 
 
 @dataclass(frozen=True)
@@ -37,7 +28,7 @@ class Rows:
     tile: int
     bias: Tensor | None
     factors: Tensor | None
-    dropout: Dropout | None
+    dropout: DropoutRows | None
     first: int
     length: int
     known: int

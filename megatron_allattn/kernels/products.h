@@ -55,13 +55,6 @@ struct View {
     View tiles(std::int64_t count, std::int64_t tile, std::int64_t step) const {
         return {data, tile, columns, row_stride, column_stride, count, step * row_stride};
     }
-
-    View batches(std::int64_t first, std::int64_t count) const {
-        View part = *this;
-        part.data += first * batch_stride;
-        part.batch = count;
-        return part;
-    }
 };
 
 // A view as PyTorch wants it, which does not own the memory

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.dropout import tile_columns
-from megatron_allattn.kernels.passes import Dropout, Rows, TorchPasses
+from megatron_allattn.kernels.dropout import DropoutRows, tile_columns
+from megatron_allattn.kernels.passes import Rows, TorchPasses
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_mask, row_keys
 
@@ -30,9 +30,9 @@ def rows_of(tiles: int, tile: int, span: int, persistent: int, **others) -> Rows
     return replace(rows, **others)
 
 
-def dropout(count: int, span: int, persistent: int) -> Dropout:
+def dropout(count: int, span: int, persistent: int) -> DropoutRows:
     keys = row_keys(2**40 + 3, 7, torch.arange(count, dtype=torch.int32))
-    return Dropout(keys, tile_columns(span, persistent, CPU), PROBABILITY)
+    return DropoutRows(keys, tile_columns(span, persistent, CPU), PROBABILITY)
 
 
 def band_of(context: Tensor, tile: int) -> Tensor:

@@ -93,8 +93,8 @@ def test_what_it_cannot_do_is_refused_and_auto_says_why(
     with pytest.raises(ValueError, match=f"^--attention-backend triton: {reason}; choose auto or eager$"):
         choose_backend("triton", *arguments)
     chosen = choose_backend("auto", *arguments)
-    passes = f"; {load_library()[1]}" if normalization == "span" else ""  # others compute `window`
-    assert (chosen.name, chosen.note) == ("blocked", f"blocked (not triton: {reason}{passes})")
+    heads = f"; {load_library()[1]}" if normalization == "span" else ""  # others compute `window`
+    assert (chosen.name, chosen.note) == ("blocked", f"blocked (not triton: {reason}{heads})")
     half = choose_backend("auto", torch.device("cpu"), torch.float16, 48)
     assert half.note == (
         "eager (not triton: heads have 48 channels, it has 16, 32, 64, 128; "
