@@ -30,7 +30,7 @@ _INTEGERS = ("row_keys", "pair_keys")  # int32
 
 
 class _Call(ctypes.Structure):
-    """`Call` of heads.cpp."""
+    """`Call` of heads.cpp, field by field; that its size is the same is asserted for every call."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
@@ -79,6 +79,7 @@ class CompiledHeads:
     """`Heads` of one call that `can_compute` allows. library: of `load_library`."""
 
     def __init__(self, library: ctypes.CDLL, call: BlockedCall) -> None:
+        assert library.call_bytes() == ctypes.sizeof(_Call)
         self._library, self._call = library, call
 
     def forward(self, projected: Projected) -> Tensor:

@@ -552,6 +552,8 @@ bool run(Call& call, std::byte* scratch, bool backward) {
         return run<TYPE>(*call, static_cast<std::byte*>(scratch), backward != 0);                \
     }
 
+extern "C" std::int32_t call_bytes() { return static_cast<std::int32_t>(sizeof(Call)); }
+
 HEADS(float, float32)
 HEADS(double, float64)
 HEADS(BFloat16, bfloat16)
