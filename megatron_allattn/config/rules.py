@@ -53,6 +53,12 @@ _NO_EFFECT = (
         fix="leave it out",
     ),
     _NoEffect(
+        fields=("sequence_parallel", "shard_caches"),
+        condition=lambda run: run.parallel.tensor_model_parallel_size == 1,
+        reason="has no effect with --tensor-model-parallel-size 1: there is nothing to share",
+        fix="leave it out",
+    ),
+    _NoEffect(
         fields=("adam_beta1", "adam_beta2", "adam_eps"),
         condition=lambda run: run.optimizer.optimizer != "adam",
         reason="has no effect with --optimizer adagrad",
@@ -191,6 +197,14 @@ def check_world(config: RunConfig, world_size: int) -> None:
     parallel, training = config.parallel, config.training
     _check_shards(config.model, parallel.tensor_model_parallel_size)
     check_replicas(parallel, world_size)
+    if parallel.sequence_parallel and training.seq_length % parallel.tensor_model_parallel_size:
+        raise usage_error(
+            "--seq-length",
+            training.seq_length,
+            f"must be a multiple of --tensor-model-parallel-size {parallel.tensor_model_parallel_size} with "
+            "--sequence-parallel",
+            "change it or leave --sequence-parallel out",
+        )
     data_parallel_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     unit = data_parallel_size * (training.micro_batch_size or 1)
     if training.global_batch_size % unit:

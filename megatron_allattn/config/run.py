@@ -35,6 +35,14 @@ class ParallelConfig:
     pipeline_layers: str | None = None
     """Layers of every stage, instead: 2,1,2."""
 
+    sequence_parallel: bool = False
+    """Cut what lies between sublayers (norms, dropout, the residual stream) over the positions of a block among the
+    processes that share heads, which saves memory for the same traffic."""
+
+    shard_caches: bool = False
+    """Keep each cached hidden state once over the processes that share heads instead of on each of them; costs
+    gathering a layer's cache to read it, twice a step."""
+
     zero_stage: int = 1
     """DeepSpeed ZeRO stage over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 

@@ -28,7 +28,7 @@ from megatron_allattn.parallel.collectives import (
     gather_objects,
     gather_to_first,
 )
-from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.groups import ALONE, Groups
 from megatron_allattn.parallel.layout import streams_of
 from megatron_allattn.parallel.logical import LogicalTensor
 from megatron_allattn.parallel.random import DropoutKeys
@@ -113,7 +113,9 @@ class Engine(ABC):
         self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
 
     def _new_slot(self, batch_size: int) -> CacheSlot:
-        return CacheSlot(self.network.part.layers, batch_size, self.network.config.hidden_size, self.dtype, self.device)
+        sharers = self.groups.tensor if self.run.parallel.shard_caches else ALONE
+        network, where = self.network, (self.dtype, self.device)
+        return CacheSlot(network.part.layers, batch_size, network.config.hidden_size, *where, sharers)
 
     @property
     def streams(self) -> range:
@@ -156,6 +158,7 @@ class Engine(ABC):
                 dropout_keys=self._dropout_keys(index, step),
                 loss_scale=self._loss_scale() / self.num_slots,
                 look_back=spans.look_back,
+                reread_caches=self.run.parallel.shard_caches,
             )
             yield rows, context
 

@@ -64,6 +64,12 @@ class PipelineEngine(DeepSpeedEngine):
             engine, *_ = self._deepspeed.initialize(model=module, optimizer=self.optimizer, config=settings)
         return engine
 
+    def _settings(self, half: bool) -> tuple[int, dict[str, Any]]:
+        """And whether DeepSpeed may send a part of the activations from every shard, which they must all have whole."""
+        stage, settings = super()._settings(half)
+        whole = not self.run.parallel.sequence_parallel
+        return stage, settings | {"pipeline": {"pipe_partitioned": whole, "grad_partitioned": whole}}
+
     def _module(self) -> Any:
         from deepspeed.runtime.pipe.module import PipelineModule  # noqa: PLC0415  (see import_deepspeed)
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: PLC0415

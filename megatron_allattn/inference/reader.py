@@ -77,6 +77,9 @@ class _NoStates:
     def read(self, layer: int) -> Tensor:
         return self._empty
 
+    def written(self, layer: int) -> bool:
+        return False
+
     def write(self, layer: int, hidden: Tensor) -> None:
         pass
 

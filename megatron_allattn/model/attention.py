@@ -1,8 +1,8 @@
 """The attention sublayer: over the context alone, and the paper's, over context and persistent vectors together.
 
 Heads are cut over the tensor group: this rank holds the rows of W_q, W_k, W_v, the persistent vectors and the spans of
-its heads, and the matching columns of W_o. The block's hidden states enter through one identity/all-reduce node and
-leave through the one all-reduce of W_o: one per direction and layer, where a Megatron transformer layer needs two.
+its heads, and the matching columns of W_o. The block's hidden states enter and leave the sublayer once
+(parallel/residual.py): one all-reduce per direction and layer, where a Megatron transformer layer needs two.
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron_allattn.kernels.interface import AttentionSettings, BlockState, La
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.persistent import PersistentMemory
 from megatron_allattn.model.span import AdaptiveSpan, add_span_loss
-from megatron_allattn.parallel.collectives import copy_to_shards
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.linear import RowParallelLinear
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
 from megatron_allattn.parallel.random import DropoutKeys
+from megatron_allattn.parallel.residual import Residual
 
 OverContext = Callable[[Tensor, LayerWeights, BlockState], Tensor]  # an `Attend` with its cache and settings
 
@@ -37,6 +37,9 @@ class HiddenStateCache(Protocol):
     def read(self, layer: int) -> Tensor:
         """[B, C, D], C ≥ 0."""
 
+    def written(self, layer: int) -> bool:
+        """Whether something is kept for the next block already."""
+
     def write(self, layer: int, hidden: Tensor) -> None:
         """Keep [B, C', D] for the next block; `hidden` requires no gradient."""
 
@@ -48,7 +51,7 @@ class BlockContext:
     windows: W of every layer of the network; cache: of this batch's streams; dropout_keys: None when evaluating;
     loss_scale: the factor by which the engine scales the main loss's gradient; look_back: how far each local head of
     every layer looks (model/span.py), None: its layer's whole window; attend: the attention backend of this pass, None:
-    the network's own.
+    the network's own; reread_caches: a cache is read once more in backward instead of being kept until then.
     """
 
     windows: tuple[int, ...]
@@ -57,17 +60,20 @@ class BlockContext:
     loss_scale: float = 1.0
     look_back: tuple[tuple[int, ...], ...] | None = None
     attend: Attend | None = None
+    reread_caches: bool = False
 
 
 class SelfAttention(nn.Module):
     """Multi-head attention over the context alone (section 3 of the paper), and what all variants of it share.
 
-    Hidden states [B, M, D] and cached ones [B, C, D] → the sublayer's output [B, M, D], replicated. Subclasses override
-    `local_heads`. Where only some heads attend to the context, W_k, W_v and z exist for those.
+    Hidden states [B, M, D] (`Residual.enter`) and cached ones [B, C, D] → the sublayer's output, as the residual stream
+    holds it. Subclasses override `local_heads`. Where only some heads attend to the context, W_k, W_v and z exist for
+    those.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:
         super().__init__()
+        group = residual.group
         self.layer, self.attend, self.group = layer, attend, group
         self.settings = attention_settings(config)
         name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
@@ -77,7 +83,7 @@ class SelfAttention(nn.Module):
         self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", (size, size), 0, linear), group)
         self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", context_shape, 0, linear), group)
         self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", context_shape, 0, linear), group)
-        self.out = RowParallelLinear(f"{name}.out", size, size, group, linear, bias=False)
+        self.out = RowParallelLinear(f"{name}.out", size, size, residual, linear, bias=False)
         self.span = AdaptiveSpan(f"{name}.span", num_heads, group) if config.adaptive_span else None
         self.span_gradient = config.span_loss * config.max_attention_span / num_heads
         heads = torch.arange(0, config.num_attention_heads, config.num_attention_heads // num_heads, dtype=torch.int32)
@@ -107,7 +113,7 @@ class SelfAttention(nn.Module):
         def over_context(block: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
             return attend(block, cached, weights, self.settings, state)
 
-        output = self.out(self.local_heads(copy_to_shards(hidden, self.group), over_context, weights, state))
+        output = self.out(self.local_heads(hidden, over_context, weights, state))
         return output if z is None else add_span_loss(output, z, self.span_gradient * context.loss_scale)
 
     def local_heads(
@@ -123,9 +129,9 @@ class SelfAttention(nn.Module):
 class AllAttention(SelfAttention):
     """Every head attends jointly over its context and its N persistent vectors (section 4.2, equations 12 and 13)."""
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
-        super().__init__(config, layer, attend, group)
-        self.persistent = memory_of_heads(config, layer, config.num_attention_heads, group)
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:
+        super().__init__(config, layer, attend, residual)
+        self.persistent = memory_of_heads(config, layer, config.num_attention_heads, self.group)
 
     def local_heads(
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState

@@ -3,10 +3,14 @@
     z = LayerNorm(x + Attention(x))              and, in the variants that have a feed-forward sublayer,
     y = LayerNorm(z + FeedForward(z))
 
-The residual stream is replicated over the tensor group. A layer reads the hidden states cached before the block and
-writes the ones to keep for the next block; it never touches what it has read, so a repeated forward sees the same
-input.
+The residual stream lies over the tensor group as parallel/residual.py says; caches hold whole positions. A layer reads
+the hidden states cached before the block and writes the ones to keep for the next block; it never touches what it has
+read, so a repeated forward sees the same input.
 """
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +21,40 @@ from megatron_allattn.model.attention import BlockContext, SelfAttention
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.parallel.groups import ALONE
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.residual import Residual
 
 
 class AddNorm(nn.Module):
-    """LayerNorm (Ba et al. 2016) of the residual stream and what a sublayer adds, replicated over the tensor group."""
+    """LayerNorm (Ba et al. 2016) of the residual stream and what a sublayer adds; its weights are replicated over the
+    tensor group."""
 
-    def __init__(self, name: str, hidden_size: int, fused: FusedOps, eps: float = 1e-5) -> None:
+    def __init__(
+        self, name: str, hidden_size: int, fused: FusedOps, residual: Residual | None = None, eps: float = 1e-5
+    ) -> None:
         super().__init__()
-        self.fused, self.eps = fused, eps
+        self.fused, self.residual, self.eps = fused, residual or Residual(ALONE), eps
         shape = (hidden_size,)
         self.weight = logical_parameter(LogicalTensor(f"{name}.weight", shape, None, Init("constant", 1.0)), ALONE)
         self.bias = logical_parameter(LogicalTensor(f"{name}.bias", shape, None, Init("constant", 0.0)), ALONE)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.fused.add_norm(x, y, self.weight, self.bias, self.eps)
+        weight, bias = self.residual.replicated(self.weight, self.bias)
+        return self.fused.add_norm(x, y, weight, bias, self.eps)
 
 
 class Block(nn.Module):
-    """Hidden states [B, M, D] → [B, M, D]; caches hidden states under its layer index.
+    """The residual stream before the layer → behind it; caches hidden states under its layer index.
 
-    feed_forward: (hidden states [B, M, D], dropout keys or None) → [B, M, D]. recompute: keep the layer's input alone
-    and compute the layer again in backward; dropout comes from keys and the cache is written once, so to the same bits.
+    feed_forward: (what entered [B, M, D], dropout keys or None) → the residual stream. recompute: keep the layer's
+    input alone and compute the layer again in backward; dropout comes from keys and the cache is written once, so to
+    the same bits.
     """
 
     def __init__(
         self,
         attention: SelfAttention,
         hidden_size: int,
+        residual: Residual,
         fused: FusedOps,
         feed_forward: nn.Module | None = None,
         *,
@@ -51,26 +62,65 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         name = f"layers.{attention.layer}"
-        self.attention, self.norm1 = attention, AddNorm(f"{name}.norm1", hidden_size, fused)
-        self.feed_forward, self.recompute = feed_forward, recompute
-        self.norm2 = AddNorm(f"{name}.norm2", hidden_size, fused) if feed_forward is not None else None
+        self.attention, self.norm1 = attention, AddNorm(f"{name}.norm1", hidden_size, fused, residual)
+        self.residual, self.feed_forward, self.recompute = residual, feed_forward, recompute
+        self.norm2 = AddNorm(f"{name}.norm2", hidden_size, fused, residual) if feed_forward is not None else None
 
     def forward(self, hidden: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
-        layer, max_span = self.attention.layer, self.attention.settings.max_span
-        cached = context.cache.read(layer)
-        keep = cache_length(context.windows[layer], max_span)
-        context.cache.write(layer, _last(cached, hidden.detach(), keep))
-        inputs = (hidden, cached, position_key, context)
+        inputs = (hidden, position_key, context)
         if self.recompute and torch.is_grad_enabled():
             # Without an early stop, since ZeRO 3 gives up a module's weights only when its forward is over.
             return checkpoint(self._sublayers, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
         return self._sublayers(*inputs)
 
-    def _sublayers(self, hidden: Tensor, cached: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
-        hidden = self.norm1(hidden, self.attention(hidden, cached, position_key, context))
+    def _sublayers(self, hidden: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
+        layer, cache = self.attention.layer, context.cache
+        entered, cached = self.residual.enter(hidden), cache.read(layer)
+        if not cache.written(layer):  # it is where a layer is computed again
+            keep = cache_length(context.windows[layer], self.attention.settings.max_span)
+            cache.write(layer, _last(cached, entered.detach(), keep))
+        of_cache = [(cached, partial(cache.read, layer))] if context.reread_caches else []
+        with self._made_again(hidden, entered, of_cache):
+            attended = self.attention(entered, cached, position_key, context)
+        hidden = self.norm1(hidden, attended)
         if self.feed_forward is not None and self.norm2 is not None:
-            hidden = self.norm2(hidden, self.feed_forward(hidden, context.dropout_keys))
+            entered = self.residual.enter(hidden)
+            with self._made_again(hidden, entered):
+                fed = self.feed_forward(entered, context.dropout_keys)
+            hidden = self.norm2(hidden, fed)
         return hidden
+
+    def _made_again(
+        self, hidden: Tensor, entered: Tensor, others: Sequence["_Source"] = ()
+    ) -> AbstractContextManager[None]:
+        """Inside, autograd keeps neither what entered from a cut stream nor the `others`, but how to make them."""
+        sources = list(others)
+        if self.residual.sequence_parallel:
+            sources.append((entered, partial(self.residual.enter, hidden.detach())))
+        return nullcontext() if self.recompute or not sources else _MadeAgain(sources)
+
+
+_Source = tuple[Tensor, Callable[[], Tensor]]  # a tensor, and what makes the same once more
+
+
+class _MadeAgain(torch.autograd.graph.saved_tensors_hooks):
+    """Has autograd keep a source's function where it would keep the tensor, or another shape of it."""
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        known = {(tensor.data_ptr(), tensor.numel()): make for tensor, make in sources if tensor.numel()}
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+            make = known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
+            return tensor if make is None else partial(_make, make, tensor.shape)
+
+        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept()
+
+        super().__init__(pack, unpack)
+
+
+def _make(make: Callable[[], Tensor], shape: torch.Size) -> Tensor:
+    return make().view(shape)
 
 
 def _last(cached: Tensor, hidden: Tensor, keep: int) -> Tensor:

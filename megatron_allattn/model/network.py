@@ -1,7 +1,8 @@
 """The language model: embedding, a list of layers that share one position table, output.
 
 `Network.forward` maps a block of tokens [B, M] and the caches before it to the negative log-likelihood of each target,
-or to the log-probabilities of the whole vocabulary. All communication inside is over the tensor group.
+or to the log-probabilities of the whole vocabulary. All communication inside is over the tensor group; between the
+three steps below hidden states lie over it as parallel/residual.py says.
 
 A pipeline stage is a network that holds a part of it: `embed`, `run_layers` and `read_out` are the three steps of
 `forward`, of which a stage takes those that it has. The position table is on every stage; a table of the vocabulary
@@ -27,6 +28,7 @@ from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_of
 from megatron_allattn.parallel.random import Site
+from megatron_allattn.parallel.residual import Residual
 from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
 
 
@@ -62,18 +64,21 @@ class Network(nn.Module):
         attend: Attend = eager.attend,
         recompute: Recompute = "none",
         part: Part | None = None,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         """recompute: `--recompute-granularity`, what is computed again in backward instead of being kept; part: the
         whole network if left out."""
         super().__init__()
         self.config, self.vocab_size, self.group = config, vocab_size, group
         self.part = part or Part(range(config.num_layers), config.num_layers)
+        self.residual = Residual(group, sequence_parallel and group.size > 1)
         embedding, output = build_vocabulary(config, vocab_size, group)
         shared = self.part.last and not config.untie_embeddings_and_output_weights
         self.embedding = embedding if self.part.first or shared else None
         self.position = PositionEmbedding("position", config.head_size, config.max_attention_span, group)
         self.layers = nn.ModuleList(
-            build_block(config, layer, group, fused, attend, recompute) for layer in self.part.layers
+            build_block(config, layer, self.residual, fused, attend, recompute) for layer in self.part.layers
         )
         self.output = output if self.part.last else None
 
@@ -89,12 +94,9 @@ class Network(nn.Module):
         return self.read_out(hidden, context, targets, last_only=last_only)
 
     def embed(self, tokens: Tensor, context: BlockContext) -> Tensor:
-        """Global ids [B, M] → hidden states [B, M, D]."""
+        """Global ids [B, M] → hidden states."""
         assert self.embedding is not None
-        hidden = self.embedding(tokens)
-        if context.dropout_keys is None:
-            return hidden
-        return context.dropout_keys.dropout(hidden, Site.EMBEDDING, self.config.embedding_dropout)
+        return self._dropout(self.residual.leave(self.embedding(tokens)), Site.EMBEDDING, context)
 
     def run_layers(self, hidden: Tensor, context: BlockContext) -> Tensor:
         """Hidden states before this part's layers → those after them."""
@@ -108,9 +110,14 @@ class Network(nn.Module):
     ) -> Tensor:
         """Hidden states after the last layer → what `forward` returns."""
         assert self.output is not None
-        if context.dropout_keys is not None:
-            hidden = context.dropout_keys.dropout(hidden, Site.REPRESENTATION, self.config.embedding_dropout)
+        hidden = self.residual.enter(self._dropout(hidden, Site.REPRESENTATION, context))
         return self.output(hidden[:, -1:] if last_only else hidden, targets)
+
+    def _dropout(self, hidden: Tensor, site: Site, context: BlockContext) -> Tensor:
+        if context.dropout_keys is None:
+            return hidden
+        first = self.residual.first_position(hidden)
+        return context.dropout_keys.dropout(hidden, site, self.config.embedding_dropout, first_position=first)
 
     def span_parameters(self) -> list[nn.Parameter]:
         """z of every layer of this part, local heads; empty with a fixed span."""

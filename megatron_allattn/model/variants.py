@@ -26,19 +26,19 @@ from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.attention import AllAttention, OverContext, SelfAttention, memory_of_heads
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
-from megatron_allattn.parallel.collectives import copy_to_shards, gather_columns, sum_over_shards, sum_to_columns
-from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.collectives import gather_shards, sum_to_shards
 from megatron_allattn.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_allattn.parallel.logical import Init
 from megatron_allattn.parallel.random import DropoutKeys, Site
+from megatron_allattn.parallel.residual import Residual
 
 
 class AttnSplit(SelfAttention):
     """The softmax of equation 13 as two: over the context only and over the persistent vectors only."""
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
-        super().__init__(config, layer, attend, group)
-        self.persistent = memory_of_heads(config, layer, config.num_attention_heads, group)
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:
+        super().__init__(config, layer, attend, residual)
+        self.persistent = memory_of_heads(config, layer, config.num_attention_heads, self.group)
 
     def local_heads(
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
@@ -55,10 +55,12 @@ class HeadSplit(SelfAttention):
     Any even number of consecutive heads is half of each kind, so every tensor-parallel rank has both and equal work.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
-        super().__init__(config, layer, attend, group)
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:
+        super().__init__(config, layer, attend, residual)
         self.head_size = config.head_size
-        self.persistent = memory_of_heads(config, layer, config.num_attention_heads - config.num_context_heads, group)
+        self.persistent = memory_of_heads(
+            config, layer, config.num_attention_heads - config.num_context_heads, self.group
+        )
 
     def local_heads(
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
@@ -79,19 +81,19 @@ class SingleHead(SelfAttention):
     the sum over ranks goes back to each rank's columns.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, attend: Attend, group: Group) -> None:
-        super().__init__(config, layer, attend, group)
+    def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:
+        super().__init__(config, layer, attend, residual)
         size = config.persistent_memory_size
         name = f"layers.{layer}.persistent"
-        self.persistent = PersistentMemory(name, 1, config.hidden_size, size, group, cut_vectors=True)
+        self.persistent = PersistentMemory(name, 1, config.hidden_size, size, self.group, cut_vectors=True)
 
     def local_heads(
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
     ) -> Tensor:
-        query = gather_columns(F.linear(hidden, weights.query), self.group)  # projected twice, as in AttnSplit
+        query = gather_shards(F.linear(hidden, weights.query), self.group, dim=-1)  # projected twice, as in AttnSplit
         head = torch.zeros_like(state.heads[:1])
         persistent = _read(self.persistent, query, head, self.settings, state)
-        return over_context(hidden, weights, state) + sum_to_columns(persistent, self.group)
+        return over_context(hidden, weights, state) + sum_to_shards(persistent, self.group, dim=-1)
 
 
 def _read(
@@ -109,35 +111,36 @@ def _read(
 
 
 class FeedForward(nn.Module):
-    """U·ReLU(V x + b) + c (equation 5 of the paper), [B, M, D] → [B, M, D]; its units are cut over the tensor group."""
+    """U·ReLU(V x + b) + c (equation 5 of the paper): what entered [B, M, D] → the residual stream. Its units are cut
+    over the tensor group."""
 
-    def __init__(self, config: ModelConfig, layer: int, group: Group) -> None:
+    def __init__(self, config: ModelConfig, layer: int, residual: Residual) -> None:
         super().__init__()
-        self.layer, self.group, self.dropout = layer, group, config.feed_forward_dropout
+        group = residual.group
+        self.layer, self.dropout = layer, config.feed_forward_dropout
         name, hidden, size = f"layers.{layer}.ff", config.hidden_size, config.feed_forward_size
         inner, outer = Init("uniform", 1.0 / math.sqrt(hidden)), Init("uniform", 1.0 / math.sqrt(size))
         self.inner = ColumnParallelLinear(f"{name}.in", hidden, size, group, inner, bias=True)
-        self.outer = RowParallelLinear(f"{name}.out", size, hidden, group, outer, bias=True)
+        self.outer = RowParallelLinear(f"{name}.out", size, hidden, residual, outer, bias=True)
         self.first = group.rank * (size // group.size)
 
     def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        units = F.relu(self.inner(copy_to_shards(x, self.group)))
+        units = F.relu(self.inner(x))
         if keys is not None:
             units = keys.dropout(units, Site.FEED_FORWARD, self.dropout, layer=self.layer, first_channel=self.first)
         return self.outer(units)
 
 
 class SoftmaxFeedForward(nn.Module):
-    """U·softmax(V x) (equation 9 of the paper), [B, M, D] → [B, M, D]: the persistent vectors of one head of width d,
-    with x itself for the query. V = k', U = √N·v'. They are cut over the tensor group.
+    """U·softmax(V x) (equation 9 of the paper), what entered [B, M, D] → the residual stream: the persistent vectors
+    of one head of width d, with x itself for the query. V = k', U = √N·v'. They are cut over the tensor group.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, group: Group) -> None:
+    def __init__(self, config: ModelConfig, layer: int, residual: Residual) -> None:
         super().__init__()
-        self.layer, self.group, self.dropout = layer, group, config.feed_forward_dropout
-        self.persistent = PersistentMemory(
-            f"layers.{layer}.ff.persistent", 1, config.hidden_size, config.feed_forward_size, group, cut_vectors=True
-        )
+        self.layer, self.residual, self.dropout = layer, residual, config.feed_forward_dropout
+        name, size = f"layers.{layer}.ff.persistent", config.feed_forward_size
+        self.persistent = PersistentMemory(name, 1, config.hidden_size, size, residual.group, cut_vectors=True)
 
     def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
         def dropout(a: Tensor) -> Tensor:
@@ -148,7 +151,7 @@ class SoftmaxFeedForward(nn.Module):
                 a[:, 0], Site.FEED_FORWARD, self.dropout, layer=self.layer, first_channel=first
             ).unsqueeze(1)
 
-        return sum_over_shards(attend_to_memory(self.persistent, copy_to_shards(x, self.group), dropout), self.group)
+        return self.residual.leave(attend_to_memory(self.persistent, x, dropout))
 
 
 _ATTENTION: dict[str, type[SelfAttention]] = {
@@ -164,12 +167,12 @@ _FEED_FORWARD: dict[str, type[FeedForward] | type[SoftmaxFeedForward]] = {
 
 
 def build_block(
-    config: ModelConfig, layer: int, group: Group, fused: FusedOps, attend: Attend, recompute: Recompute = "none"
+    config: ModelConfig, layer: int, residual: Residual, fused: FusedOps, attend: Attend, recompute: Recompute = "none"
 ) -> Block:
     """Layer number `layer` of the network that `config` describes. recompute: see `Network`."""
     kind = _ATTENTION[config.variant] if config.persistent_memory_size else SelfAttention
-    attention = kind(config, layer, attend, group)
+    attention = kind(config, layer, attend, residual)
     attention.settings = replace(attention.settings, keep_projections=recompute != "selective")
     sublayer = _FEED_FORWARD.get(config.variant)
-    feed_forward = sublayer(config, layer, group) if sublayer is not None else None
-    return Block(attention, config.hidden_size, fused, feed_forward, recompute=recompute == "full")
+    feed_forward = sublayer(config, layer, residual) if sublayer is not None else None
+    return Block(attention, config.hidden_size, residual, fused, feed_forward, recompute=recompute == "full")

@@ -16,8 +16,8 @@ are replicated, and since a rank uses them for its own rows only, their gradient
 tokens that hit a cluster go through it, so shapes follow the data: one read by the host for each table of clusters.
 Every parameter gets a gradient every time; a cluster that nothing hits works on tensors of no rows.
 
-Collectives: the embedding one all-reduce forward, one backward (all projections); the loss two forward for all
-clusters together, two backward (hidden states, all projections).
+Collectives, beside those of the residual stream: the embedding one all-reduce backward (all projections); the loss two
+forward for all clusters together, one backward (all projections).
 
 Shapes: B streams, M positions, d hidden, n tokens, V_k words of cluster k.
 """
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_allattn.parallel.collectives import copy_to_shards, sum_over_shards
+from megatron_allattn.parallel.collectives import copy_to_shards
 from megatron_allattn.parallel.cross_entropy import (
     LogitBlock,
     gather_logits,
@@ -119,7 +119,8 @@ class _ClusterTables(nn.Module):
 
 
 class AdaptiveEmbedding(_ClusterTables):
-    """Token ids [B, M] → vectors [B, M, d], replicated. E_k ~ N(0, 1), P_k ~ U(±1/√d_k) at the start."""
+    """Token ids [B, M] → vectors [B, M, d]: of this rank's rows, and zeros for others'; the sum over the group is the
+    embedding (`Residual.leave`). E_k ~ N(0, 1), P_k ~ U(±1/√d_k) at the start."""
 
     def __init__(self, name: str, clusters: Clusters, group: Group) -> None:
         super().__init__(name, clusters, group, [Init("normal", 1.0)] * len(clusters), tied=None)
@@ -139,11 +140,11 @@ class AdaptiveEmbedding(_ClusterTables):
         ]
         found = torch.cat(vectors)
         embedded = found.new_zeros(len(ids), size).index_copy(0, torch.cat(places), found)
-        return (sum_over_shards(embedded, self.group) * math.sqrt(size)).view(*tokens.shape, size)
+        return (embedded * math.sqrt(size)).view(*tokens.shape, size)
 
 
 class AdaptiveOutput(_ClusterTables):
-    """Hidden states [B, M, d], replicated → nats per target [B, M], or log-probabilities [B, M, V] without targets.
+    """Hidden states [B, M, d] (`Residual.enter`) → nats per target [B, M], or log-probabilities [B, M, V] without any.
 
     tied: the embedding whose E_k and P_k it uses. At the start, what is its own of E_k, P_k and b_k ~ U(±1/√d_k), C and
     c ~ U(±1/√d).
@@ -164,7 +165,7 @@ class AdaptiveOutput(_ClusterTables):
             with torch.no_grad():
                 return self._log_probabilities(hidden)
         clusters, ids = self.clusters, targets.flatten()
-        flat = copy_to_shards(hidden, self.group).flatten(0, 1)
+        flat = hidden.flatten(0, 1)
         cluster, projections = self.cluster_of(ids), self.projections()
         head = flat @ projections[0]
         # Ids and clusters that a block does not hold are nowhere in it, so exactly one of the two has the target.

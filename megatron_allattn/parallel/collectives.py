@@ -6,8 +6,8 @@ Megatron-LM's around a column- and a row-parallel product; the second is what it
     copy_to_shards    forward identity          backward all-reduce        a replicated input feeds every rank's shard
     sum_over_shards   forward all-reduce        backward identity          every rank holds a partial sum
 
-    gather_columns    forward all-gather        backward reduce-scatter    every rank's work reads all columns
-    sum_to_columns    forward reduce-scatter    backward all-gather        partial sums; a rank goes on with its columns
+    gather_shards     forward all-gather        backward reduce-scatter    every rank's work reads the whole
+    sum_to_shards     forward reduce-scatter    backward all-gather        partial sums; a rank goes on with its part
 
 `softmax_over_shards` is a softmax over a dimension that is cut: one small all-gather forward, one small all-reduce
 backward.
@@ -44,11 +44,11 @@ def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
     return parts
 
 
-def reduce_scatter_columns(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's equal share of the last dimension of the sum of all ranks' `tensor`."""
+def reduce_scatter(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's equal share of a dimension of the sum of all ranks' `tensor`."""
     if group.size == 1:
         return tensor
-    parts = [part.contiguous() for part in tensor.chunk(group.size, dim=-1)]
+    parts = [part.contiguous() for part in tensor.chunk(group.size, dim=dim)]
     assert len(parts) == group.size and parts[0].shape == parts[-1].shape, f"{tuple(tensor.shape)} over {group.size}"
     own = torch.empty_like(parts[group.rank])
     dist.reduce_scatter(own, parts, group=group.handle)
@@ -154,26 +154,27 @@ class _SumOverShards(torch.autograd.Function):
         return grads[0], None
 
 
-class _GatherColumns(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return torch.cat(all_gather(tensor, group), dim=-1)
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.cut = group, dim
+        return torch.cat(all_gather(tensor, group), dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_columns(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grads[0], *ctx.cut), None, None
 
 
-class _SumToColumns(torch.autograd.Function):
+class _SumToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_columns(tensor, group)
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.cut = group, dim
+        return reduce_scatter(tensor, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(all_gather(grads[0], ctx.group), dim=-1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        group, dim = ctx.cut
+        return torch.cat(all_gather(grads[0], group), dim=dim), None, None
 
 
 class _SoftmaxOverShards(torch.autograd.Function):
@@ -207,14 +208,14 @@ def sum_over_shards(tensor: Tensor, group: Group) -> Tensor:
     return _SumOverShards.apply(tensor, group) if group.size > 1 else tensor
 
 
-def gather_columns(tensor: Tensor, group: Group) -> Tensor:
-    """[..., C / parts] → [..., C], every rank's columns in group order: all-gather, reduce-scatter in backward."""
-    return _GatherColumns.apply(tensor, group) if group.size > 1 else tensor
+def gather_shards(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """Every rank's part of a dimension, in group order: all-gather, reduce-scatter in backward."""
+    return _GatherShards.apply(tensor, group, dim) if group.size > 1 else tensor
 
 
-def sum_to_columns(tensor: Tensor, group: Group) -> Tensor:
-    """[..., C], a partial sum → [..., C / parts], this rank's columns of the sum: reduce-scatter, then all-gather."""
-    return _SumToColumns.apply(tensor, group) if group.size > 1 else tensor
+def sum_to_shards(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """A partial sum → this rank's equal part of a dimension of the sum: reduce-scatter, all-gather in backward."""
+    return _SumToShards.apply(tensor, group, dim) if group.size > 1 else tensor
 
 
 def softmax_over_shards(scores: Tensor, group: Group) -> Tensor:

@@ -162,16 +162,24 @@ class DropoutKeys:
         return _drop(weights, keep_mask(rows[..., None], columns, probability), probability)
 
     def dropout(
-        self, tensor: Tensor, site: Site, probability: float, *, layer: int | None = None, first_channel: int = 0
+        self,
+        tensor: Tensor,
+        site: Site,
+        probability: float,
+        *,
+        layer: int | None = None,
+        first_position: int = 0,
+        first_channel: int = 0,
     ) -> Tensor:
-        """Dropout on [B, M, D], consecutive channels from `first_channel`; kept values are divided by the keep rate.
+        """Dropout on [B, M, D], consecutive positions of the block and channels from `first_position` and
+        `first_channel` on; kept values are divided by the keep rate.
 
         layer: its index, at sites that every layer has.
         """
         if probability == 0.0:
             return tensor
         device = tensor.device
-        positions = torch.arange(tensor.shape[1], dtype=torch.int32, device=device)
+        positions = torch.arange(first_position, first_position + tensor.shape[1], dtype=torch.int32, device=device)
         place = () if layer is None else (layer,)
         rows = row_keys(self.seed, site, self.step, *place, self.streams[:, None], positions)
         columns = torch.arange(first_channel, first_channel + tensor.shape[2], dtype=torch.int32, device=device)

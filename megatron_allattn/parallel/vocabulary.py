@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_allattn.parallel.collectives import copy_to_shards, sum_over_shards
 from megatron_allattn.parallel.cross_entropy import (
     LogitBlock,
     gather_logits,
@@ -38,9 +37,9 @@ def locate(ids: Tensor, vocab_size: int, group: Group) -> tuple[Tensor, Tensor]:
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token ids [B, M] → vectors [B, M, D], replicated: the weight's rows times `scale`.
+    """Token ids [B, M] → vectors [B, M, D], the weight's rows times `scale`: of this rank's ids, and zeros for others'.
 
-    Each rank looks up its own ids; one all-reduce adds them up.
+    The sum over the group is the embedding (`Residual.leave`).
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class VocabularyParallelEmbedding(nn.Module):
             vectors = F.embedding(tokens, self.weight)
         else:
             rows, own = locate(tokens, self.vocab_size, self.group)
-            vectors = sum_over_shards(F.embedding(rows, self.weight).masked_fill(~own[..., None], 0.0), self.group)
+            vectors = F.embedding(rows, self.weight).masked_fill(~own[..., None], 0.0)
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 
 class VocabularyParallelOutput(nn.Module):
-    """Hidden states [B, M, D], replicated → nats per target [B, M], or log-probabilities [B, M, V] without targets.
+    """Hidden states [B, M, D] (`Residual.enter`) → nats per target [B, M], or log-probabilities [B, M, V] without any.
 
     tied: the embedding whose weight it uses instead of one of its own; the bias is always its own.
     """
@@ -88,7 +87,7 @@ class VocabularyParallelOutput(nn.Module):
             with torch.no_grad():
                 logits = sharded_logits(hidden, self.weight, self.bias, self.vocab_size, self.group)
                 return gather_logits(logits, self.vocab_size, self.group).log_softmax(dim=-1)
-        flat = copy_to_shards(hidden, self.group).flatten(0, 1)
+        flat = hidden.flatten(0, 1)
         place = locate(targets.flatten(), self.vocab_size, self.group)
         block = LogitBlock(flat, self.weight, self.bias, self.vocab_size, *place)
         return vocabulary_parallel_cross_entropy([[block]], self.group)[0].view_as(targets)

@@ -34,12 +34,15 @@ def header(session: Session) -> list[str]:
 
 
 def _grid(session: Session) -> str:
-    """TP 2 × PP 2 (3 + 2 layers) × DP 4: the pipeline where there is one."""
-    groups, stages = session.engine.groups, ""
+    """TP 2 (sequence parallel, shared caches) × PP 2 (3 + 2 layers) × DP 4: what there is of it."""
+    groups, parallel, stages = session.engine.groups, session.run.parallel, ""
+    ways = {"sequence parallel": parallel.sequence_parallel, "shared caches": parallel.shard_caches}
+    chosen = ", ".join(name for name, wanted in ways.items() if wanted)
+    shards = f"TP {groups.tensor.size}" + (f" ({chosen})" if chosen else "")
     if groups.pipeline.size > 1:
         counts = gather_objects(len(session.engine.network.part.layers), groups.pipeline)
         stages = f" × PP {groups.pipeline.size} ({' + '.join(map(str, counts))} layers)"
-    return f"TP {groups.tensor.size}{stages} × DP {groups.data.size}"
+    return f"{shards}{stages} × DP {groups.data.size}"
 
 
 def _describe(model: ModelConfig) -> str:

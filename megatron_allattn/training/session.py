@@ -189,7 +189,10 @@ def build_engine(
     """The network at its initial weights, in DeepSpeed's hands."""
     parts = stage_parts(run.parallel, run.model, vocab_size, _first_reach(run.model), run.training.seq_length)
     part = parts[groups.pipeline.rank]
-    network = Network(run.model, vocab_size, groups.tensor, fused, attend, run.training.recompute_granularity, part)
+    recompute, sequence_parallel = run.training.recompute_granularity, run.parallel.sequence_parallel
+    network = Network(
+        run.model, vocab_size, groups.tensor, fused, attend, recompute, part, sequence_parallel=sequence_parallel
+    )
     initialize(network, run.training.seed)
     engine = PipelineEngine if len(parts) > 1 else DeepSpeedEngine
     return engine(network, run, groups, device, _precision(run), fused)

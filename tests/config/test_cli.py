@@ -131,6 +131,8 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
             ["--pipeline-model-parallel-size", "2", "--pipeline-layers", "1,2", "--num-layers", "4"],
             "--pipeline-layers 1,2: together they are 3 layers, --num-layers is 4",
         ),
+        (["--sequence-parallel"], "--sequence-parallel True: has no effect with --tensor-model-parallel-size 1"),
+        (["--shard-caches"], "--shard-caches True: has no effect with --tensor-model-parallel-size 1"),
         (["--pipeline-partition", "cost"], "--pipeline-partition cost: has no effect without a pipeline"),
         (
             ["--recipe", "enwik8smal"],

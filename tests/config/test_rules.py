@@ -167,6 +167,12 @@ def test_batch_shape_covers_the_global_batch(
             "--tensor-model-parallel-size 2: 1 process does not form a replica of 2 processes; start 2 processes",
         ),
         (
+            {"tensor_model_parallel_size": 4, "num_attention_heads": 4, "sequence_parallel": True, "seq_length": 30},
+            4,
+            "--seq-length 30: must be a multiple of --tensor-model-parallel-size 4 with --sequence-parallel; "
+            "change it or leave --sequence-parallel out",
+        ),
+        (
             {"global_batch_size": 16},
             3,
             "--global-batch-size 16: must be a multiple of 3 (3 data-parallel replicas); the next one is 18",

@@ -1,7 +1,8 @@
 """One trajectory, any layout: the same losses and gradients as in a single process.
 
 TP 1, 2, 4 × DP 1, 2 × ZeRO 0-3 × accumulation 1, 2 × both optimizers, and pipelines of up to 8 processes: TP 1, 2, 4 ×
-PP 2, 4 × DP 1, 2, 4 × ZeRO 0, 1 × accumulation 1, 2, 4, on real text, with dropout and active clipping.
+PP 2, 4 × DP 1, 2, 4 × ZeRO 0, 1 × accumulation 1, 2, 4, on real text, with dropout and active clipping; the same with
+sequence parallelism, caches shared or not.
 The fast subset runs in `make test`, all of it in `make test-layouts`.
 """
 
@@ -44,6 +45,17 @@ FAST_PIPELINES = [
     Case(1, 2, 0, 2, "adagrad", "float32", "deepspeed", 2, depth=5),
     Case(1, 1, 0, 2, "adam", "float32", "deepspeed", 4, depth=5),
 ]
+SEQUENCES = [
+    Case(tensor, data, zero, accumulation, optimizer, "float32", "deepspeed", pipeline, (), 5, True, shard_caches)
+    for tensor, pipeline, data, zero, accumulation, optimizer, shard_caches in product(
+        (2, 4), (1, 2), (1, 2), (0, 1, 3), (1, 2), ("adagrad", "adam"), (False, True)
+    )
+    if tensor * pipeline * data <= 8 and not (pipeline > 1 and zero == 3)
+]
+FAST_SEQUENCES = [
+    Case(2, 2, 1, 2, "adagrad", "float32", "deepspeed", 1, (), 5, True),
+    Case(2, 1, 1, 2, "adagrad", "float32", "deepspeed", 2, (), 5, True, True),
+]
 PLAIN = [
     Case(tensor, data, 0, accumulation, optimizer, "float64", "plain")
     for tensor, data, accumulation, optimizer in product((1, 2, 4), (1, 2), (1, 2), ("adagrad", "adam"))
@@ -82,12 +94,12 @@ def check(case: Case, pools: WorkerPools, shared: Path, single: Single, record: 
         assert found[what] <= bound, f"{what} differs by {found[what]:.1e}, more than {bound:.0e}"
 
 
-@pytest.mark.parametrize("case", FAST + FAST_PIPELINES + FAST_PLAIN, ids=str)
+@pytest.mark.parametrize("case", FAST + FAST_PIPELINES + FAST_SEQUENCES + FAST_PLAIN, ids=str)
 def test_some_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
     check(case, pools, shared, single, record_property)
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("case", ALL + PIPELINES + PLAIN, ids=str)
+@pytest.mark.parametrize("case", ALL + PIPELINES + SEQUENCES + PLAIN, ids=str)
 def test_all_layouts(case: Case, pools: WorkerPools, shared: Path, single: Single, record_property) -> None:
     check(case, pools, shared, single, record_property)

@@ -11,6 +11,7 @@ from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import FeedForward, SoftmaxFeedForward
 from megatron_allattn.parallel.groups import ALONE
+from megatron_allattn.parallel.residual import Residual
 
 
 def sizes(variant: str, hidden_size: int, feed_forward_size: int) -> ModelConfig:
@@ -48,7 +49,7 @@ def test_attention_to_persistent_vectors_by_hand() -> None:
 
 
 def test_softmax_feed_forward_by_hand() -> None:
-    layer = SoftmaxFeedForward(sizes("ff-attn", hidden_size=2, feed_forward_size=4), layer=0, group=ALONE)
+    layer = SoftmaxFeedForward(sizes("ff-attn", hidden_size=2, feed_forward_size=4), layer=0, residual=Residual(ALONE))
     layer.persistent.key.data.zero_()
     layer.persistent.key.data[0, :, 3] = torch.tensor([0.0, math.log(3.0)])  # V's last row
     layer.persistent.value.data.copy_(torch.tensor([[[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 6.0]]]))
@@ -67,7 +68,7 @@ def test_the_position_table_is_handed_on_as_a_copy() -> None:
 
 
 def test_feed_forward_by_hand() -> None:
-    layer = FeedForward(sizes("transformer", hidden_size=2, feed_forward_size=3), layer=0, group=ALONE)
+    layer = FeedForward(sizes("transformer", hidden_size=2, feed_forward_size=3), layer=0, residual=Residual(ALONE))
     layer.inner.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     layer.inner.bias.data.copy_(torch.tensor([0.0, 1.0, -10.0]))
     layer.outer.weight.data.copy_(torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 7.0]]))

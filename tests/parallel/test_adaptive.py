@@ -14,6 +14,7 @@ from megatron_allattn.parallel.collectives import all_gather
 from megatron_allattn.parallel.cross_entropy import vocabulary_range
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, logical_of
+from megatron_allattn.parallel.residual import Residual
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
@@ -68,9 +69,10 @@ def _run(rank: int, world_size: int, vocabulary: tuple, tied: bool, only: int | 
     clusters = clusters_of(vocabulary)
     group = groups_of(world_size, 1).tensor if world_size > 1 else ALONE
     embedding, output = build(clusters, group, tied)
-    hidden = embedding(ids_of(clusters, 1, only))
+    residual = Residual(group)
+    hidden = residual.leave(embedding(ids_of(clusters, 1, only)))
     hidden.retain_grad()
-    losses = output(hidden, ids_of(clusters, 2, only))
+    losses = output(residual.enter(hidden), ids_of(clusters, 2, only))
     (losses * outer()).sum().backward()
     log_probs = output(hidden)
     assert not log_probs.requires_grad
@@ -220,7 +222,8 @@ def test_only_tokens_that_hit_a_cluster_go_through_it(monkeypatch: pytest.Monkey
 
 def _count_collectives(rank: int, world_size: int) -> dict[str, Counter]:
     """Collectives by their kind, and elements, in each part of a step."""
-    embedding, output = build(clusters_of(VOCABULARIES[1]), groups_of(world_size, 1).tensor, tied=False)
+    group = groups_of(world_size, 1).tensor
+    (embedding, output), residual = build(clusters_of(VOCABULARIES[1]), group, tied=False), Residual(group)
     counts = {name: Counter() for name in ("embedding", "loss", "backward")}
     original, part = dist.all_reduce, ["embedding"]
 
@@ -230,9 +233,9 @@ def _count_collectives(rank: int, world_size: int) -> dict[str, Counter]:
 
     dist.all_reduce = counting
     try:
-        hidden = embedding(ids_of(embedding.clusters, 1))
+        hidden = residual.leave(embedding(ids_of(embedding.clusters, 1)))
         part[0] = "loss"
-        loss = output(hidden, ids_of(embedding.clusters, 2)).sum()
+        loss = output(residual.enter(hidden), ids_of(embedding.clusters, 2)).sum()
         part[0] = "backward"
         loss.backward()
     finally:

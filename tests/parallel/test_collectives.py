@@ -11,13 +11,13 @@ from megatron_allattn.parallel.collectives import (
     all_reduce_max,
     broadcast_object,
     copy_to_shards,
-    gather_columns,
     gather_objects,
+    gather_shards,
     gather_to_first,
-    reduce_scatter_columns,
+    reduce_scatter,
     softmax_over_shards,
     sum_over_shards,
-    sum_to_columns,
+    sum_to_shards,
 )
 from megatron_allattn.parallel.groups import ALONE
 from tests.support.pool import WorkerPools
@@ -81,9 +81,9 @@ def test_each_function_is_the_others_backward(pools: WorkerPools) -> None:
 def _columns(rank: int, world_size: int) -> dict:
     """The column pair on three dimensions; each rank weighs its result with rank + 1."""
     group, result = groups_of(2, 1).tensor, {}
-    for name, function, width in (("gather", gather_columns, 1), ("sum", sum_to_columns, 2)):
+    for name, function, width in (("gather", gather_shards, 1), ("sum", sum_to_shards, 2)):
         x = (torch.arange(2.0 * width).view(1, 2, width) + 10 * rank).requires_grad_()
-        y = function(x, group)
+        y = function(x, group, dim=-1)
         (y * torch.arange(1.0, y.numel() + 1).view_as(y) * (rank + 1)).sum().backward()
         result[name] = (y.tolist(), x.grad.tolist())
     return result
@@ -137,11 +137,10 @@ def test_one_rank_alone_sends_nothing() -> None:
         all_reduce_max,
         copy_to_shards,
         sum_over_shards,
-        gather_columns,
-        sum_to_columns,
-        reduce_scatter_columns,
     ):
         assert function(x, ALONE) is x
+    for cut in (gather_shards, sum_to_shards, reduce_scatter):
+        assert cut(x, ALONE, 0) is x
     assert all_gather(x, ALONE) == [x] and gather_to_first(x, ALONE) == [x]
     assert gather_objects("a", ALONE) == ["a"] and broadcast_object("a", ALONE) == "a"
 

@@ -16,6 +16,7 @@ from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import copy_to_shards
 from megatron_allattn.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_allattn.parallel.logical import Init, logical_of
+from megatron_allattn.parallel.residual import Residual
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
@@ -31,7 +32,7 @@ def _pair(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """b(tanh(a(x))) with a cut over columns and b over rows: output, gradients of x and of every weight, joined."""
     group = groups_of(world_size, 1).tensor
     a = ColumnParallelLinear("a", IN, MIDDLE, group, INIT, bias=True).double()
-    b = RowParallelLinear("b", MIDDLE, OUT, group, INIT, bias=True).double()
+    b = RowParallelLinear("b", MIDDLE, OUT, Residual(group), INIT, bias=True).double()
     parameters = [*a.parameters(), *b.parameters()]
     for parameter in parameters:
         logical = logical_of(parameter)

@@ -8,6 +8,7 @@ from megatron_allattn.parallel.collectives import all_gather
 from megatron_allattn.parallel.cross_entropy import sharded_logits, vocabulary_range
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, logical_of
+from megatron_allattn.parallel.residual import Residual
 from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
@@ -42,9 +43,10 @@ def _sharded(rank: int, world_size: int, vocab_size: int, tied: bool) -> dict:
         logical = logical_of(parameter)
         full = NORMAL.draw(1, logical.name, logical.shape).double()
         parameter.data.copy_(logical.shard(full, group.rank, group.size))
-    hidden = embedding(ids(vocab_size, 1))
+    residual = Residual(group)
+    hidden = residual.leave(embedding(ids(vocab_size, 1)))
     hidden.retain_grad()
-    losses = output(hidden, ids(vocab_size, 2))
+    losses = output(residual.enter(hidden), ids(vocab_size, 2))
     (losses * _weights()).sum().backward()
     own = vocabulary_range(vocab_size, group)
     logits = sharded_logits(hidden.detach(), output.weight, output.bias, vocab_size, group).detach()

@@ -59,6 +59,8 @@ class Case:
     pipeline: int = 1
     layers: tuple[int, ...] = ()
     depth: int = 0  # layers of the model, if not its own number
+    sequence: bool = False
+    shard_caches: bool = False
 
     @property
     def world_size(self) -> int:
@@ -66,11 +68,23 @@ class Case:
 
     def single(self) -> "Case":
         """The same training in one process, with the plain engine."""
-        return replace(self, tensor=1, pipeline=1, layers=(), data=1, zero=0, accumulation=1, engine="plain")
+        return replace(
+            self,
+            tensor=1,
+            pipeline=1,
+            layers=(),
+            data=1,
+            zero=0,
+            accumulation=1,
+            engine="plain",
+            sequence=False,
+            shard_caches=False,
+        )
 
     def __str__(self) -> str:
         stages = f"-pp{self.pipeline}{list(self.layers) or ''}" if self.pipeline > 1 else ""
-        where = f"tp{self.tensor}{stages}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
+        shared = "-sp" * self.sequence + "-sc" * self.shard_caches
+        where = f"tp{self.tensor}{shared}{stages}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
         return f"{where}-{self.optimizer}-{self.dtype}-{self.engine}"
 
 
@@ -99,6 +113,8 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
         parallel=ParallelConfig(
             tensor_model_parallel_size=case.tensor,
             pipeline_model_parallel_size=case.pipeline,
+            sequence_parallel=case.sequence,
+            shard_caches=case.shard_caches,
             zero_stage=case.zero,
         ),
         optimizer=OPTIMIZERS[case.optimizer],
@@ -132,7 +148,10 @@ def build(
     count = run.model.num_layers
     parts = by_hand(case.layers, count) if case.layers else cut([1.0] * count, 0.0, 0.0, case.pipeline)
     part = parts[groups.pipeline.rank]
-    network = Network(run.model, vocab_size, groups.tensor, FusedOps("torch"), attend, recompute, part)
+    sequence = run.parallel.sequence_parallel
+    network = Network(
+        run.model, vocab_size, groups.tensor, FusedOps("torch"), attend, recompute, part, sequence_parallel=sequence
+    )
     initialize(network, run.training.seed)
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     if case.engine == "plain":
