@@ -2,10 +2,11 @@
 
 Heads are computed apart, each over its own S positions (`BlockState.spans`), in tiles that stay in cache memory: one
 row buffer [R, S + N] holds the scores of both sets, so that one softmax covers them. The span mask depends on the
-distance alone and becomes a bias log m; with normalization `window` S is the window for every head, and the mask
-multiplies. The backward pass computes the weights a second time instead of keeping them; of the forward pass it keeps
-at most q, k and v of the block (`keep_projections`). On a CPU where there is a compiler the heads are C++, one thread
-for each (compiled_heads.py); elsewhere they are PyTorch's operators (blocked_heads.py).
+distance alone and becomes a bias log m (where m is 0 its gradient is a term of its own, `Columns.edges`); with
+normalization `window` S is the window for every head, and the mask multiplies. The backward pass computes the weights a
+second time instead of keeping them; of the forward pass it keeps at most q, k and v of the block
+(`keep_projections`). On a CPU where there is a compiler the heads are C++, one thread for each (compiled_heads.py);
+elsewhere they are PyTorch's operators (blocked_heads.py).
 """
 
 import ctypes
@@ -109,7 +110,7 @@ class _Attend(torch.autograd.Function):
             grads.value.addmm_(of.v.t(), rows),
             grads.persistent_key,
             grads.persistent_value,
-            call.columns.span_gradient(grads.columns),
+            call.columns.span_gradient(grads.columns, grads.edges),
             grads.position_key.to(block.dtype),
             None,
         )

@@ -46,7 +46,7 @@ class Gradients:
 
     key, value [H·K, D]: what comes through cached positions; persistent_key, persistent_value: None where there are
     none; position_key [1, K, L] and columns [H, longest], in float32 at least: of the table of positions, and of
-    bias or factors (None where there are none).
+    bias or factors (None where there are none); edges [H], the same: of the masks at `Columns.edges`.
     """
 
     key: Tensor
@@ -55,6 +55,7 @@ class Gradients:
     persistent_value: Tensor | None
     position_key: Tensor
     columns: Tensor | None
+    edges: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class BlockedCall:
             persistent_value=None if weights.persistent_value is None else zeros(weights.persistent_value, own),
             position_key=zeros(weights.position_key, wide_type(own)),
             columns=None if bias is None else zeros(bias, bias.dtype),
+            edges=None if bias is None or self.columns.factors is not None else zeros(bias[:, 0], bias.dtype),
         )
 
 

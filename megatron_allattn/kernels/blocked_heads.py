@@ -127,9 +127,10 @@ class _Head:
         for stream, place in unit.places:
             tiles[place].baddbmm_(band[place], self._windows(memory, stream, unit))
 
-    def _describe(self, unit: _Unit) -> Rows:
+    def _describe(self, unit: _Unit, *, backward: bool) -> Rows:
         """A unit's rows as a pass sees them."""
         columns, dropout = self.call.columns, None
+        edge = columns.edges[self.index]
         if (keys := self.call.dropout) is not None:
             pairs = keys.pairs[(columns.longest - self.span) // 2 :]
             dropout = DropoutRows(keys.rows[self.index, unit.rows], pairs, keys.probability)
@@ -142,6 +143,7 @@ class _Head:
             first=unit.tiles.start * self.tile,
             length=self.call.length,
             known=self.call.known,
+            edge=self.span - edge if backward and edge else None,
         )
 
     def _scores(self, q: Tensor, unit: _Unit) -> tuple[Tensor, Tensor]:
@@ -158,7 +160,7 @@ class _Head:
         y, persistent_value = self._take("y", len(out), self.call.size), self.call.weights.persistent_value
         for unit in self._units:
             weights, band = self._scores(self.q[unit.rows], unit)
-            self._passes.weights(self._describe(unit), weights, band, out=weights)
+            self._passes.weights(self._describe(unit, backward=False), weights, band, out=weights)
             own = y[unit.rows]
             if persistent_value is not None:
                 torch.mm(weights[:, self.span :], persistent_value[self.index], out=own)
@@ -187,7 +189,7 @@ class _Head:
             self._own(rows).unflatten(0, (call.batch, -1)).copy_(dmemory[:, self.span :])
 
     def _unit_backward(self, unit: _Unit, dy: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, grads: Gradients) -> None:
-        q, rows, persistent = self.q[unit.rows], self._describe(unit), slice(self.span, self.width)
+        q, rows, persistent = self.q[unit.rows], self._describe(unit, backward=True), slice(self.span, self.width)
         own_key, own_value = self.call.weights.persistent_key, self.call.weights.persistent_value
         softmax, band = self._scores(q, unit)
         ds = self._take("dweights", unit.count, self.width)
@@ -205,7 +207,9 @@ class _Head:
         if self.call.shared:
             torch.mm(dy, self._positions, out=ds[:, self._distances])
             ds[:, : self._distances.start] = 0
-        through = self._passes.gradients(rows, softmax, ds, band, both=self.call.shared)
+        through, of_edge = self._passes.gradients(rows, softmax, ds, band, both=self.call.shared)
+        if grads.edges is not None and of_edge is not None:
+            grads.edges[self.index] += of_edge
         if grads.columns is not None and through is not None:
             columns = self._biased if rows.factors is None else self._columns
             grads.columns[self.index, columns] += through

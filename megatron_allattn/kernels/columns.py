@@ -13,7 +13,6 @@ from megatron_allattn.kernels.interface import (
     BlockState,
     LayerWeights,
     distances_seen,
-    smallest_mask,
     span_slope,
     wide_type,
 )
@@ -24,7 +23,8 @@ class Columns:
 
     spans: S of each head; longest: the largest; bias: added to scores, in float32 at least, [H, longest], -inf for what
     is hidden, or None; biased: of each head, how many of its S columns, the farthest, have a bias or a mask that is not
-    1; factors: the mask where it multiplies, [H, longest], or None.
+    1; factors: the mask where it multiplies, [H, longest], or None; edges: with normalization `span`, of each head the
+    distance whose mask may be 0 and have a gradient, or 0.
     """
 
     def __init__(self, weights: LayerWeights, settings: AttentionSettings, state: BlockState) -> None:
@@ -34,6 +34,7 @@ class Columns:
         self.longest = max(self.spans)
         self.bias: Tensor | None = None
         self.factors: Tensor | None = None
+        self.edges = (0,) * len(seen)
         self.biased = self.spans
         self._settings, self._weights = settings, weights
         if not adaptive:
@@ -43,9 +44,11 @@ class Columns:
             self.biased = tuple(min(span, span - one + ramp) for span, one in zip(self.spans, seen, strict=True))
         if adaptive or any(self.biased):
             self._make_masks(torch.tensor(seen, device=weights.query.device))
+        if adaptive and self.factors is None:  # the farthest distance seen, which the host may not know
+            self.edges = seen if state.spans is not None else tuple((self._at_edge * self._distances).sum(-1).tolist())
 
     def _make_masks(self, seen: Tensor) -> None:
-        distances = torch.arange(self.longest, 0, -1, device=seen.device)
+        distances = self._distances = torch.arange(self.longest, 0, -1, device=seen.device)
         beyond = distances > seen[:, None]
         wide = wide_type(self._weights.query.dtype)
         bias = torch.zeros(beyond.shape, dtype=wide, device=seen.device)
@@ -57,18 +60,22 @@ class Columns:
             if settings.normalization == "window":
                 self.factors = self._masks
             else:
-                self._masks.clamp_(smallest_mask(wide))
-                bias = self._masks.log().masked_fill_(slope < 0, -torch.inf)
+                bias = self._masks.log()
+                self._at_edge = (slope == 0) & ~beyond
         self.bias = bias.masked_fill_(beyond, -torch.inf)
 
     def of(self, head: int) -> slice:
         """A head's columns of what all have by distance."""
         return slice(self.longest - self.spans[head], self.longest)
 
-    def span_gradient(self, through: Tensor | None) -> Tensor | None:
-        """dz [H, 1, 1] from the gradient of bias or factors [H, longest]: m rises by L / R where it passes gradient."""
+    def span_gradient(self, through: Tensor | None, edges: Tensor | None) -> Tensor | None:
+        """dz [H, 1, 1] from the gradient of bias or factors [H, longest], and that of the masks at the `edges` [H]: m
+        rises by L / R where it passes gradient."""
         if self._weights.span is None or through is None:
             return None
-        dmasks = through if self.factors is not None else through / self._masks
-        dz = (dmasks * self._through).sum(-1) * (self._settings.max_span / self._settings.ramp)
+        dmasks = through if self.factors is not None else through / self._masks.where(self._masks > 0, 1.0)
+        dz = (dmasks * self._through).sum(-1)
+        if edges is not None:
+            dz += edges * self._at_edge.any(-1)
+        dz *= self._settings.max_span / self._settings.ramp
         return dz[:, None, None].to(self._weights.span.dtype)

@@ -25,7 +25,7 @@ def can_compute(call: BlockedCall) -> bool:
 
 
 _NUMBERS = ("batch", "length", "tile", "heads", "size", "persistent", "hidden", "rows", "longest", "positions", "known")
-_WIDE = ("bias", "dbias", "dposition_key")  # float32 at least
+_WIDE = ("bias", "dbias", "dedges", "dposition_key")  # float32 at least
 _INTEGERS = ("row_keys", "pair_keys")  # int32
 
 
@@ -36,6 +36,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("spans", ctypes.c_void_p),
         ("biased", ctypes.c_void_p),
+        ("edges", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("position_key", ctypes.c_void_p),
         ("persistent_key", ctypes.c_void_p),
@@ -71,6 +72,7 @@ class _Call(ctypes.Structure):
         ("dposition_key", ctypes.c_void_p),
         ("dpositions", ctypes.c_void_p),
         ("dbias", ctypes.c_void_p),
+        ("dedges", ctypes.c_void_p),
         ("message", ctypes.c_char * 400),
     )
 
@@ -103,6 +105,7 @@ class CompiledHeads:
             dposition_key=grads.position_key,
             dpositions=call.workspace.take("positions", shape, call.block.dtype, call.block.device),
             dbias=grads.columns,
+            dedges=grads.edges,
         )
         self._run(arguments, backward=True)
         return of
@@ -143,6 +146,7 @@ class _Arguments:
             known=call.known,
             spans=self._numbers(columns.spans),
             biased=self._numbers(columns.biased),
+            edges=self._numbers(columns.edges),
             cache=cache.data_ptr(),
             cached=cache.shape[1],
             cache_stride=cache.stride(0),

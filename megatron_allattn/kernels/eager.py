@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes, span_mask
+from megatron_allattn.kernels.interface import (
+    LARGEST_HIDDEN,
+    AttentionSettings,
+    BlockState,
+    LayerWeights,
+    check_shapes,
+    span_mask,
+    wide_type,
+)
 
 
 def attend(
@@ -33,12 +41,16 @@ def attend(
     scores = _to_distance(q_BHMK @ k_BHSK.transpose(-1, -2), window) + q_BHMK @ position_KW
     if weights.persistent_key is not None:
         scores = torch.cat([scores, q_BHMK @ weights.persistent_key], dim=-1)
-    a = _softmax(scores / math.sqrt(q_BHMK.shape[-1]), _empty(settings, state, cache_BCD.shape[1], scores))
-    if weights.span is not None:
-        distances = _distances(window, a)
-        mask = span_mask(weights.span.to(a.dtype), distances.to(a.dtype), settings.max_span, settings.ramp)
-        a = torch.cat([a[..., :window] * mask, a[..., window:]], dim=-1)
-        a = _renormalize(a, settings)
+    scores = scores / math.sqrt(q_BHMK.shape[-1])
+    empty = _empty(settings, state, cache_BCD.shape[1], scores)
+    if weights.span is None:
+        a = _softmax(scores, empty)
+    else:
+        wide = wide_type(scores.dtype)
+        distances = _distances(window, scores).to(wide)
+        mask = span_mask(weights.span.to(wide), distances, settings.max_span, settings.ramp)
+        weigh = _mask_and_renormalize if settings.normalization == "window" else _masked_softmax
+        a = weigh(scores, mask, empty)
     a = _dropout(a, settings, state).to(block_BMD.dtype)
 
     a_context = a[..., :window]
@@ -93,7 +105,7 @@ def _empty(settings: AttentionSettings, state: BlockState, cache_length: int, sc
 
 def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
     """Softmax over the last dimension in float32 or wider; zero where `empty`, even in a row that is all empty."""
-    dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    dtype = wide_type(scores.dtype)
     if empty is None:
         return scores.softmax(dim=-1, dtype=dtype)
     # The lowest finite number instead of −∞ keeps a row without any column free of NaN, in both directions.
@@ -101,10 +113,30 @@ def _softmax(scores: Tensor, empty: Tensor | None) -> Tensor:
     return masked.softmax(dim=-1, dtype=dtype).masked_fill(empty, 0.0)
 
 
-def _renormalize(a: Tensor, settings: AttentionSettings) -> Tensor:
-    """Masked weights made to sum to 1; a row without any weight stays zero."""
-    total = a.sum(dim=-1, keepdim=True)
-    return a / (total + 1e-8 if settings.normalization == "window" else total.where(total > 0, 1.0))
+def _mask_and_renormalize(scores: Tensor, mask: Tensor, empty: Tensor | None) -> Tensor:
+    """Normalization "window": the softmax over all of the window times the mask [H, 1, W], made to sum to 1."""
+    a, window = _softmax(scores, empty), mask.shape[-1]
+    a = torch.cat([a[..., :window] * mask, a[..., window:]], dim=-1)
+    return a / (a.sum(dim=-1, keepdim=True) + 1e-8)
+
+
+def _masked_softmax(scores: Tensor, mask: Tensor, empty: Tensor | None) -> Tensor:
+    """Normalization "span": the softmax of score + log mask [H, 1, W].
+
+    Where the mask is 0 the logarithm has no gradient, but the weight e·m / Σ e·m has: e / Σ e·m there, which
+    `LARGEST_HIDDEN` bounds, at the expense of all other weights. It is added as a term that is 0.
+    """
+    window, hidden = mask.shape[-1], mask == 0
+    log_mask = mask.masked_fill(hidden, 1.0).log().masked_fill(hidden, -torch.inf)
+    masked = torch.cat([scores[..., :window] + log_mask, scores[..., window:].to(mask.dtype)], dim=-1)
+    a = _softmax(masked, empty)
+    if empty is not None:
+        masked = masked.masked_fill(empty, -torch.inf)
+        hidden = hidden & ~empty[:, :window]
+    exponents = scores[..., :window].to(mask.dtype) - masked.logsumexp(dim=-1, keepdim=True)
+    unmasked = exponents.clamp(max=LARGEST_HIDDEN).exp().masked_fill(~hidden, 0.0).detach()
+    ends = F.pad(unmasked * mask, (0, scores.shape[-1] - window))
+    return a + ends - a.detach() * ends.sum(dim=-1, keepdim=True)
 
 
 def _dropout(a: Tensor, settings: AttentionSettings, state: BlockState) -> Tensor:

@@ -34,6 +34,7 @@ struct Call {
     std::int64_t known;                     // positions before the block that may be attended to
     const std::int64_t* spans;              // S of every head
     const std::int64_t* biased;             // of every head, how many of its S have a bias: the farthest
+    const std::int64_t* edges;              // of every head, the distance whose mask has a gradient at 0, or 0
     const void* bias;                       // wide [H, longest] or null, a head's S at the end
     const void* position_key;               // [K, positions]
     const void* persistent_key;             // [H, K, N]
@@ -58,6 +59,7 @@ struct Call {
     void* dposition_key;                    // wide [K, positions], is added to
     void* dpositions;                       // scratch [H, K, longest] for it, a head's S at the end
     void* dbias;                            // wide [H, longest], is added to
+    void* dedges;                           // wide [H], is added to: of the masks at the edges
     char message[400];                      // why a head failed
 };
 
@@ -122,7 +124,8 @@ class Head {
           span(call.spans[index]),
           width(span + call.persistent),
           first_value(call.shared ? 0 : span),
-          all(units(call)) {
+          all(units(call)),
+          edge(call.edges[index] > 0 ? span - call.edges[index] : -1) {
         std::int64_t rows = 0;
         for (const Unit& unit : all) rows = std::max(rows, unit.streams * unit.tiles * call.tile);
         const std::int64_t positions = span + call.tile - 1, remembered = call.batch * (span + call.length);
@@ -142,6 +145,7 @@ class Head {
             dy = arena.matrix<T>(rows, call.size);
             ds = arena.matrix<T>(rows, width);
             parts = arena.matrix<T>(rows / call.tile * positions, call.size);
+            hidden = arena.take<A>(rows);
         }
         if (!std::is_same_v<T, A>) wide = arena.take<A>(threads * padded(std::max(width, call.size)));
         bits = arena.take<std::int32_t>(threads * padded(width) / 2);
@@ -426,16 +430,20 @@ class Head {
             A* x = wide_row(own);
             if constexpr (!std::is_same_v<T, A>) load(own, x, width);
             add(band_row(row) + row % call.tile, x, span);
+            const A at_edge = x[edge < 0 ? 0 : edge];
             if (call.bias != nullptr) {
                 const A* bias = static_cast<const A*>(call.bias) + (index + 1) * call.longest - span;
                 add(bias, x, call.biased[index]);
             }
             const std::int64_t empty = span - call.known - query(unit, row);
             std::fill_n(x, std::clamp<std::int64_t>(empty, 0, span), -std::numeric_limits<A>::infinity());
+            A sum = std::numeric_limits<A>::infinity();  // the logarithm of the row's
             if (empty >= width)  // the first token, with nothing to look at
                 zero(x, padded(width));
             else
-                softmax(x, width);
+                sum = softmax(x, width);
+            if (hidden != nullptr && edge >= 0)
+                hidden[row] = edge < empty ? A(0) : std::exp(std::min(at_edge - sum, A(LARGEST_HIDDEN)));
             if constexpr (!std::is_same_v<T, A>)
                 if (result != own) store(x, own, width);
             if (call.row_keys != nullptr) {
@@ -459,10 +467,13 @@ class Head {
             if constexpr (!std::is_same_v<T, A>) load(own, x, width);
             add(band_row(row) + row % call.tile, x, span);
             if (call.row_keys != nullptr) drop_row(unit, row, x, x);
-            back_through_softmax(p.data + row * p.row_stride, x, width);
+            const A at_edge = x[edge < 0 ? 0 : edge];
+            const A mean = back_through_softmax(p.data + row * p.row_stride, x, width);
+            if (edge >= 0) hidden[row] *= at_edge - mean;
             if constexpr (!std::is_same_v<T, A>) store(x, own, width);
             store_band(row, x);
         }
+        if (edge >= 0) add_sum(hidden, count(unit), static_cast<A*>(call.dedges) + index);
         if (call.bias == nullptr) return;
         A* dbias = static_cast<A*>(call.dbias) + (index + 1) * call.longest - span;
         for (std::int64_t row = 0; row < count(unit); ++row)
@@ -477,6 +488,8 @@ class Head {
     const std::vector<Unit> all;
     View<T> keys, values, table, value_table, q, y, p, band;
     View<T> dkeys, dvalues, dtable, dvalue_table, dy, ds, parts;
+    const std::int64_t edge;  // the column whose mask has a gradient at 0, or -1
+    A* hidden = nullptr;      // of every row of a unit: e^score over the row's sum there, then its part of the gradient
     A* wide = nullptr;
     std::int32_t* bits;
 };

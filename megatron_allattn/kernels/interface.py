@@ -20,6 +20,7 @@ Shape letters: B streams, M block, C cached positions, W window, D hidden size, 
 vectors, L maximum span.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -112,10 +113,10 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def smallest_mask(dtype: torch.dtype) -> float:
-    """Stands for a mask of 0 at its end, where it has a gradient: too small for the output to show it, so that the
-    gradient, divided by it, is exact. dtype: float32 or float64."""
-    return 2.0**-100 if dtype == torch.float64 else 2.0**-40
+# With normalization "span", the mask's gradient where it is 0 is a softmax weight that no mask has made small:
+# e^(score − log Σ e^…) of what is hidden, against what is seen. Its exponent is at most this in every backend: what is
+# larger moves a span as far as the clip lets it, and must not become infinite.
+LARGEST_HIDDEN = 40 * math.log(2.0)
 
 
 def span_mask(span: Tensor, distances: Tensor, max_span: int, ramp: int) -> Tensor:

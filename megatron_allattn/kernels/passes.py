@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import by_distance
 from megatron_allattn.kernels.dropout import DropoutRows, TileMask
+from megatron_allattn.kernels.interface import LARGEST_HIDDEN, wide_type
 from megatron_allattn.kernels.workspace import Workspace
 
 
@@ -20,8 +21,8 @@ class Rows:
     """What a pass must know of its rows.
 
     bias: added to the first of the distances, [≤ S], or None; factors: the span mask where it multiplies
-    (normalization `window`), [S], or None. Row r is query (first + r) mod length of a stream, before whose first query
-    `known` positions exist.
+    (normalization `window`), [S], or None; edge: of the distances, the one whose mask needs a gradient at 0. Row r is
+    query (first + r) mod length of a stream, before whose first query `known` positions exist.
     """
 
     span: int
@@ -32,6 +33,7 @@ class Rows:
     first: int
     length: int
     known: int
+    edge: int | None = None
 
 
 class TorchPasses:
@@ -42,17 +44,23 @@ class TorchPasses:
         self._mask: TileMask | None = None
         self._masked: Tensor | None = None  # the softmax after `factors`, and its sums before the division
         self._total: Tensor | None = None
+        self._hidden: Tensor | None = None  # e^score over the row's sum at the edge
 
     def weights(self, rows: Rows, scores: Tensor, band: Tensor, out: Tensor) -> None:
         """scores [R, S + N], the context's lacking `band` → the softmax in `scores`, and in `out` what becomes of it by
         `factors` and dropout, unscaled, also in `band`. `out` may be `scores`: then the softmax is lost."""
         context = scores.view(*band.shape[:2], -1)[:, :, : rows.span]
         context += by_distance(band, rows.span)
+        at_edge = None if rows.edge is None else scores[:, rows.edge].to(wide_type(scores.dtype), copy=True)
         if rows.bias is not None:
             scores[:, : len(rows.bias)] += rows.bias
         empty = _empty(rows, scores)
         if empty is not None:
             context.masked_fill_(empty, -torch.inf)
+        if at_edge is not None:
+            self._hidden = (at_edge - scores.to(at_edge.dtype).logsumexp(-1)).clamp_(max=LARGEST_HIDDEN).exp_()
+            if empty is not None:
+                self._hidden.masked_fill_(empty[..., rows.edge].flatten(), 0)
         torch.softmax(scores, -1, out=scores)
         if empty is not None and scores.shape[1] == rows.span:
             context.masked_fill_(empty.all(-1, keepdim=True), 0)  # the first token has nothing to look at
@@ -79,11 +87,14 @@ class TorchPasses:
         self._masked, self._total = masked, total
         return masked
 
-    def gradients(self, rows: Rows, softmax: Tensor, grads: Tensor, band: Tensor, both: bool) -> Tensor | None:
+    def gradients(
+        self, rows: Rows, softmax: Tensor, grads: Tensor, band: Tensor, both: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Back through `weights`, the last call of which had these rows.
 
         grads [R, S + N]: gradient of `out`, where the context's is in `band`, plus `grads` if `both` → that of the
-        scores in `grads`, and the context's in `band`. Returns that of bias or factors, summed over rows, or None.
+        scores in `grads`, and the context's in `band`. Returns that of bias or factors, summed over rows, or None, and
+        of the mask at the edge, or None.
         """
         context = grads.view(*band.shape[:2], -1)[:, :, : rows.span]
         if both:
@@ -93,11 +104,18 @@ class TorchPasses:
         if self._mask is not None:
             self._mask.apply_(grads)
         through = None if rows.factors is None else self._back_through_factors(rows, softmax, grads)
+        of_edge = None if rows.edge is None else self._back_to_edge(rows.edge, softmax, grads)
         torch.ops.aten._softmax_backward_data.out(grads, softmax, -1, grads.dtype, grad_input=grads)
         _skew(rows, grads, band)
         if through is None and rows.bias is not None:
             through = grads[:, : len(rows.bias)].sum(0, dtype=rows.bias.dtype)
-        return through
+        return through, of_edge
+
+    def _back_to_edge(self, edge: int, softmax: Tensor, grads: Tensor) -> Tensor:
+        """The gradient of the mask at the edge, which is 0: of a weight there, at the expense of the others."""
+        assert self._hidden is not None
+        mean = (softmax * grads).sum(-1, dtype=self._hidden.dtype)
+        return (self._hidden * (grads[:, edge] - mean)).sum()
 
     def add_windows(self, memory: Tensor, parts: Tensor, tile: int) -> None:
         """Add [G, S + T − 1, K], one vector per tile and position, to `memory` [≥ S + G·T − 1, K]."""

@@ -62,6 +62,8 @@ inline float exponential(float x) {
     return x < -87.0f ? 0.0f : e * power;
 }
 
+constexpr double LARGEST_HIDDEN = 27.725887222397812;  // see interface.py
+
 constexpr std::int64_t LANES = 16;  // partial sums of a row
 
 // How far apart rows lie that have this width. What is behind the width is zero: oneDNN reads bfloat16 in pairs, and an
@@ -92,9 +94,9 @@ void drop(const A* x, A* out, std::int64_t width, std::int32_t key, const std::i
     for (std::int64_t j = 0; j < width; ++j) out[j] = (fields[j] & 0x3FFF) >= threshold ? x[j] : A(0);
 }
 
-// x [width] → its softmax; x has room for padded(width), which is zero afterwards
+// x [width] → its softmax, and returns log Σ e^x; x has room for padded(width), which is zero afterwards
 template <class A>
-void softmax(A* x, std::int64_t width) {
+A softmax(A* x, std::int64_t width) {
     const std::int64_t whole = padded(width);
     for (std::int64_t j = width; j < whole; ++j) x[j] = -std::numeric_limits<A>::infinity();
     A lanes[LANES];
@@ -117,11 +119,12 @@ void softmax(A* x, std::int64_t width) {
     const A factor = A(1) / total;
 #pragma omp simd
     for (std::int64_t j = 0; j < whole; ++j) x[j] *= factor;
+    return largest + std::log(total);
 }
 
-// Gradient x of what a softmax p [width] gave → gradient of what it was made of
+// Gradient x of what a softmax p [width] gave → gradient of what it was made of; returns Σ p x
 template <class T, class A>
-void back_through_softmax(const T* p, A* x, std::int64_t width) {
+A back_through_softmax(const T* p, A* x, std::int64_t width) {
     A lanes[LANES] = {};
     const std::int64_t whole = width / LANES * LANES;
     for (std::int64_t j = 0; j < whole; j += LANES)
@@ -132,6 +135,12 @@ void back_through_softmax(const T* p, A* x, std::int64_t width) {
     for (int lane = 0; lane < LANES; ++lane) mean += lanes[lane];
 #pragma omp simd
     for (std::int64_t j = 0; j < width; ++j) x[j] = widen(p[j]) * (x[j] - mean);
+    return mean;
+}
+
+template <class A>
+void add_sum(const A* x, std::int64_t count, A* total) {
+    for (std::int64_t j = 0; j < count; ++j) *total += x[j];
 }
 
 template <class T, class A>

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.kernels.interface import AttentionSettings, smallest_mask
+from megatron_allattn.kernels.interface import AttentionSettings
 from megatron_allattn.kernels.triton_columns import context_gradient, persistent_gradient
 from megatron_allattn.kernels.triton_layout import Packing, round_up
 from megatron_allattn.kernels.triton_positions import add_positions, position_gradient, position_products
@@ -15,6 +15,10 @@ from megatron_allattn.kernels.triton_rows import backward_rows, forward_rows
 from megatron_allattn.parallel.random import drop_threshold, keep_scale
 
 PROGRAMS = 512  # the persistent gradient is cut into at least so many, a few for each processor of a large GPU
+
+# Stands for a mask of 0 at its end, where it has a gradient: the output does not show it unless what it hides is e^12
+# times what is seen, and the gradient is divided by it.
+SMALLEST = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Launch:
             "reaches": self.packing.table if self.reach is None else self.reach,  # with fixed spans it is not read
             "ramp": self.settings.ramp,
             "ADAPTIVE": self.reach is not None,
-            "SMALLEST": smallest_mask(torch.float32),  # the kernels' own arithmetic
+            "SMALLEST": SMALLEST,
         }
 
     def between(self, q: Tensor, positions: Tensor, persistent: Tensor) -> Between:

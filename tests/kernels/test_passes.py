@@ -107,10 +107,10 @@ def test_passes_of_pytorch_do_what_is_said(kind: str, shape: tuple[int, int, int
         whole = torch.cat([of_context + both * grads[:, :span], grads[:, span:]], dim=1)
         (expected,) = torch.autograd.grad(kept, scores, whole, retain_graph=True)
         band = band_of(of_context, tile)
-        through = passes.gradients(rows, found, grads, band, both)
+        through, of_edge = passes.gradients(rows, found, grads, band, both)
         expected = expected.nan_to_num(0.0)
         torch.testing.assert_close(grads, expected, rtol=1e-11, atol=1e-13)
-        assert torch.equal(band, band_of(grads[:, :span], tile))
+        assert torch.equal(band, band_of(grads[:, :span], tile)) and of_edge is None
         if rows.bias is not None:
             torch.testing.assert_close(through, expected[:, : len(rows.bias)].sum(0), rtol=1e-11, atol=1e-13)
 
