@@ -142,7 +142,7 @@ def test_a_dead_worker_is_noticed_and_replaced(own_pool):
     assert not any(_is_running(pid) for pid in old)
     assert [result[2] for result in own_pool.run(_describe, 7)] == [7, 8]
     os.kill(own_pool.pids[0], signal.SIGKILL)  # between two calls
-    time.sleep(0.2)
+    os.waitid(os.P_PID, own_pool.pids[0], os.WEXITED | os.WNOWAIT)  # it is dead, and the pool does not know
     assert [result[2] for result in own_pool.run(_describe, 8)] == [8, 9]
 
 
