@@ -56,11 +56,11 @@ class Ending:
 class Watch:
     """Use it in `with` around what the ranks do together. seconds: the time-out of collectives.
 
-    last_words: called with the message where the process ends while its main thread waits in a collective.
+    last_words: called where the process ends while its main thread waits in a collective.
     """
 
     def __init__(self, groups: Groups, seconds: float) -> None:
-        self.last_words: Callable[[str], None] = lambda message: None
+        self.last_words: Callable[[Ending], None] = lambda ending: None
         self._groups, self._seconds = groups, seconds
         self._rank, self._size = groups.rank, groups.world.size
         self._lock = threading.Lock()
@@ -91,17 +91,21 @@ class Watch:
             with suppress(RuntimeError):
                 self._leave("done", range(self._size), self._seconds)
 
-    def explain(self, error: BaseException, exit_code: int) -> Ending:
-        """What this rank's exception comes from. The same again for later calls; waits for the others' reports."""
+    def explain(self, error: BaseException, exit_code: int, *, says_all: bool) -> Ending:
+        """What this rank's exception comes from. The same again for later calls; waits for the others' reports.
+
+        says_all: the error's own words are the message, without the rank and the place that raised it.
+        """
         if self._ending is None:
-            own = one_line(f"{type(error).__name__}: {error}")
+            words = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            own = one_line(words if says_all else f"{type(error).__name__}: {words}")
             if self._size == 1:
                 self._ending = Ending(own, True, exit_code)
             else:
                 self._take_or_wait()
                 kind, where = kind_of(error), where_raised(error, self._groups)
                 message = f"rank {self._rank} ({place(self._groups, self._rank)}) failed {where}: {own}"
-                self._ending = self._conclude(Report(kind, where, message, exit_code))
+                self._ending = self._conclude(Report(kind, where, own if says_all else message, exit_code))
         return self._ending
 
     def told(self) -> None:
@@ -137,7 +141,7 @@ class Watch:
                     os._exit(128 + signal.SIGTERM)
         if self._take():
             ending = self._conclude(Report("there", where_now(self._groups, self._main)))
-            self.last_words(ending.message)
+            self.last_words(ending)
             if ending.speaks:
                 print(f"error: {ending.message}", file=sys.stderr, flush=True)
             self._ending = ending

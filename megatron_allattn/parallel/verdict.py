@@ -66,10 +66,11 @@ def verdict(reports: Mapping[int, Report], world_size: int, seconds: float) -> s
     return f"a connection was lost, but no rank is gone: {details}"
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 1 and 2`, `ranks 0, 1 and 2`."""
+def name_ranks(ranks: Iterable[int], word: str = "and") -> str:
+    """`rank 3`, `ranks 1 and 2`, `ranks 0, 1 and 2`; another word: `rank 1 or 2`."""
     names = [str(rank) for rank in sorted(ranks)]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    several = "ranks" if word == "and" else "rank"
+    return f"rank {names[0]}" if len(names) == 1 else f"{several} {', '.join(names[:-1])} {word} {names[-1]}"
 
 
 def told(reports: Mapping[int, Report], seconds: float) -> str:

@@ -18,9 +18,10 @@ from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.engine.drift import Drift
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.collectives import PeerFailed, agree
-from megatron_allattn.parallel.failures import Watch
+from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.verdict import kind_of
@@ -61,22 +62,24 @@ def as_rank(
             body(groups, device, watch)
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return _report_failure(error, watch)
+        return _report_failure(error, watch, groups)
     finally:
         close_groups()
 
 
-def _report_failure(error: BaseException, watch: Watch) -> int:
+def _ending(error: BaseException, watch: Watch) -> Ending:
+    return watch.explain(error, exit_code(error), says_all=_says_all(error))
+
+
+def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
     """Print what one rank prints for all, if it is this one; returns the exit code."""
-    ending = watch.explain(error, exit_code(error))
-    if ending.speaks and isinstance(error, KeyboardInterrupt):
-        print("error: interrupted", file=sys.stderr, flush=True)
-    elif ending.speaks and _is_expected(error):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif ending.speaks:
-        if kind_of(error) == "error":
+    ending = _ending(error, watch)
+    if ending.speaks:
+        with_traceback = kind_of(error) == "error" and not _says_all(error)
+        if with_traceback:
             traceback.print_exception(error)
-        print(f"error: {ending.message}", file=sys.stderr, flush=True)
+        if groups.world.size > 1 or not with_traceback:
+            print(f"error: {ending.message}", file=sys.stderr, flush=True)
     watch.told()
     return ending.exit_code
 
@@ -87,13 +90,13 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
         own = run.checkpoint.save if groups.rank == 0 else None
         lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
         session = opened = open_session(run, explicit, groups, device)
-        watch.last_words = lambda message: _write_outcome(opened, "failed", message)
+        watch.last_words = lambda ending: _write_failure(opened, ending)
         session.notes += lock.notes if lock is not None else []
         train(session)
         _write_outcome(session, "done", session.why_ended)
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:
-            _write_outcome(session, "failed", watch.explain(error, exit_code(error)).message)
+            _write_failure(session, _ending(error, watch))
         raise
     finally:
         if lock is not None:
@@ -125,16 +128,21 @@ def report_error(error: BaseException, *, first: bool) -> int:
         return error.exit_code
     if not first:
         time.sleep(GRACE_SECONDS)
-    elif _is_expected(error):
+    elif _says_all(error):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
     return exit_code(error)
 
 
-def _is_expected(error: BaseException) -> bool:
-    """Whether its message says all, without a traceback."""
-    return isinstance(error, UsageError | StorageError | Drift | discovery.LaunchError)
+def _says_all(error: BaseException) -> bool:
+    """Whether its message is all that is to be said, without a traceback."""
+    return isinstance(error, UsageError | StorageError | Drift | NotFinite | discovery.LaunchError | KeyboardInterrupt)
+
+
+def _write_failure(session: Session, ending: Ending) -> None:
+    outcome = "guard" if ending.exit_code == NotFinite.exit_code else "failed"
+    _write_outcome(session, outcome, ending.message)
 
 
 def _write_outcome(session: Session, outcome: str, reason: str) -> None:
