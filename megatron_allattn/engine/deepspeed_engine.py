@@ -131,6 +131,8 @@ class DeepSpeedEngine(Engine):
         limit_waiting(60 * run.parallel.distributed_timeout_minutes)  # it makes groups of its own, without one
         if self.zero_stage in (1, 2):
             self.engine.optimizer.scaled_global_norm = self._norm
+        elif self.zero_stage == 3:
+            self._check_norms_of_zero3(self.engine.optimizer)
         self._allocate_state()
         # DeepSpeed makes its masters from weights that it has rounded to half precision: give them the exact ones.
         for parameter, value in zip(network.parameters(), initial, strict=half):
@@ -194,6 +196,22 @@ class DeepSpeedEngine(Engine):
             for place, group in enumerate(zero.params_in_partition)
             for pair in zip(group, self._own_gradients(zero, place), strict=False)
         ]
+
+    def _check_norms_of_zero3(self, zero: Any) -> None:
+        """Look at DeepSpeed's norms of parameter groups, without which it would leave out the update in silence."""
+        norms_of_groups = zero._get_norm_groups
+
+        def norms() -> list[Any]:
+            found = norms_of_groups()
+            worst = max(float(norm) if norm >= 0 else math.inf for norm in found)  # -1: not finite
+            self._check_finite(worst, partitions)
+            return found
+
+        def partitions() -> Iterator[tuple[nn.Parameter, Tensor]]:
+            for place, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+                yield from zip(group, zero.averaged_gradients[place], strict=True)
+
+        zero._get_norm_groups = norms
 
     def _check_finite(self, norm: float, gradients: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
         """Raise NotFinite where the norm of all gradients is none; in float16 DeepSpeed lowers its scale instead."""

@@ -84,9 +84,10 @@ def told(reports: Mapping[int, Report], seconds: float) -> str:
 
 
 def place(groups: Groups, rank: int) -> str:
-    """Where a rank stands: `stage 2 of 2, tensor group [2, 3]`; the data group where it has replicas."""
-    layout = groups.layout
-    parts = [f"stage {layout.pipeline_rank(rank) + 1} of {layout.pipeline_size}"] if layout.pipeline_size > 1 else []
+    """Where a rank stands: `stage 2 of the pipeline group [1, 3], tensor group [2, 3]`, and the data group likewise."""
+    layout, parts = groups.layout, []
+    if layout.pipeline_size > 1:
+        parts.append(f"stage {layout.pipeline_rank(rank) + 1} of the pipeline group {layout.pipeline_group(rank)}")
     if layout.tensor_size > 1:
         parts.append(f"tensor group {layout.tensor_group(rank)}")
     if layout.data_size > 1:

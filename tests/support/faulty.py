@@ -29,7 +29,7 @@ def strike(engine: Any, fault: str) -> None:
     elif fault == "raise":
         raise ArithmeticError("as if\na kernel had failed")
     elif fault == "nan":
-        weight = next(one for name, one in engine.network.named_parameters() if name.endswith("query.weight"))
+        weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
         weight.register_hook(lambda gradient: gradient * float("nan"))
     elif fault == "unmatched":
         all_reduce(torch.ones(3), engine.groups.world)
