@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | test-64 | test-variants | lint | benchmark | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-64 | test-variants | test-faults | lint | benchmark | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -11,7 +11,7 @@ DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts test-64 test-variants demo benchmark gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults demo benchmark gpu-check clean
 
 venv: $(READY)
 
@@ -46,6 +46,9 @@ test-64: $(READY)
 
 test-variants: $(READY)
 	$(BIN)/python -m pytest -q -m variants
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest -q -m faults
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

@@ -74,7 +74,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
     While it runs, printing raises no OSError. Output that nobody reads any more is no fault; any other failure to print
     is told in one line on stderr at the end and turns exit code 0 into 1, unless `tell_lost_output` has told it before.
+
+    Where torch is not loaded yet, its own log starts at errors (it tells of a rank that is gone with a page of C++).
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     output = Output(sys.stdout, 1)
     sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, Output(sys.stderr, 2))
     try:

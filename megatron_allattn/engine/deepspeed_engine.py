@@ -13,9 +13,10 @@ Who does what:
 """
 
 import logging
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
+from megatron_allattn.engine.finite import refuse_not_finite
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.optimizers import (
     build_optimizer,
     clip_gradients,
     gradient_norm,
-    is_counted,
-    is_sharded,
+    own_gradients,
+    sum_of_squares,
 )
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
@@ -129,6 +131,8 @@ class DeepSpeedEngine(Engine):
         limit_waiting(60 * run.parallel.distributed_timeout_minutes)  # it makes groups of its own, without one
         if self.zero_stage in (1, 2):
             self.engine.optimizer.scaled_global_norm = self._norm
+        elif self.zero_stage == 3:
+            self._check_norms_of_zero3(self.engine.optimizer)
         self._allocate_state()
         # DeepSpeed makes its masters from weights that it has rounded to half precision: give them the exact ones.
         for parameter, value in zip(network.parameters(), initial, strict=half):
@@ -175,21 +179,47 @@ class DeepSpeedEngine(Engine):
         """What DeepSpeed's `scaled_global_norm` is replaced with under ZeRO 1 and 2: the same in one collective.
 
         DeepSpeed's own has two for every parameter group, of which the stages of a pipeline have different numbers.
-        Every element of a logical tensor is counted by one rank of the world. -1, by which DeepSpeed knows it, where it
-        is not finite.
+        Every element of a logical tensor is counted once in the world: a replicated one by a share of every rank of
+        the tensor group, so that a copy that is not finite shows. -1, by which DeepSpeed knows it, where it overflows
+        in float16.
         """
-        zero = self.engine.optimizer
-        counted = [
-            (parameter, gradient)
-            for place, group in enumerate(zero.params_in_partition)
-            for parameter, gradient in zip(group, self._own_gradients(zero, place), strict=False)
-            if is_counted(parameter) and (is_sharded(parameter) or self.groups.tensor.rank == 0)
-        ]
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
-        if counted:
-            square += self.fused.squared_norms([gradient for _, gradient in counted]).sum()
+        square = sum_of_squares(self._partition_gradients(), self.groups.tensor, self.fused, self.device)
         norm = all_reduce(square, self.groups.world).sqrt().float()
+        self._check_finite(norm.item(), self._partition_gradients)
         return torch.where(norm.isfinite(), norm, -1.0)
+
+    def _partition_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Under ZeRO 1 and 2: of this replica's partitions, every parameter with its (part of a) gradient."""
+        zero = self.engine.optimizer
+        return [
+            pair
+            for place, group in enumerate(zero.params_in_partition)
+            for pair in zip(group, self._own_gradients(zero, place), strict=False)
+        ]
+
+    def _check_norms_of_zero3(self, zero: Any) -> None:
+        """Look at DeepSpeed's norms of parameter groups, without which it would leave out the update in silence."""
+        norms_of_groups = zero._get_norm_groups
+
+        def norms() -> list[Any]:
+            found = norms_of_groups()
+            worst = max(float(norm) if norm >= 0 else math.inf for norm in found)  # -1: not finite
+            self._check_finite(worst, partitions)
+            return found
+
+        def partitions() -> Iterator[tuple[nn.Parameter, Tensor]]:
+            for place, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+                yield from zip(group, zero.averaged_gradients[place], strict=True)
+
+        zero._get_norm_groups = norms
+
+    def _check_finite(self, norm: float, gradients: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
+        """Raise NotFinite where the norm of all gradients is none; in float16 DeepSpeed lowers its scale instead."""
+        if math.isfinite(norm) or self.dtype == torch.float16:
+            return
+        names = {id(parameter): logical.name for logical, parameter in self.network.logical_parameters()}
+        named = [(names[id(parameter)], gradient) for parameter, gradient in gradients()]
+        refuse_not_finite(self.groups, self.optimizer.param_groups[0]["step"], named, self.own_loss)
 
     def _own_gradients(self, zero: Any, place: int) -> list[Tensor]:
         """The parts of a parameter group's gradients that this replica updates: of its `params_in_partition`, then
@@ -237,6 +267,7 @@ class DeepSpeedEngine(Engine):
             self._take_step()
             return float(self.engine.get_global_grad_norm())
         norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline)
+        self._check_finite(norm, lambda: own_gradients(self.network))
         if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
             clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
         self._take_step()

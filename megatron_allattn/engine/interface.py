@@ -110,6 +110,7 @@ class Engine(ABC):
         self.device, self.dtype, self.fused = device, dtype, fused
         shape = batch_shape(run, groups.layout.world_size)
         self.micro_batch_size, self.num_slots = shape.micro_batch_size, shape.accumulation_steps
+        self.own_loss = torch.zeros((), dtype=torch.float64)  # the last step's, of this rank's micro-batches
         self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
 
     def _new_slot(self, batch_size: int) -> CacheSlot:
@@ -164,7 +165,8 @@ class Engine(ABC):
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Of the slots' losses over the global batch."""
-        return all_reduce(torch.stack(losses).double().mean(), self.groups.data).item() / self.groups.data.size
+        self.own_loss = torch.stack(losses).double().mean()
+        return all_reduce(self.own_loss.clone(), self.groups.data).item() / self.groups.data.size
 
     def update(self, lr: float, step: int) -> float:
         """Update number `step` (from 1) and the caches' commit. Returns the gradient norm before clipping."""

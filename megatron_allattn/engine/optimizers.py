@@ -185,17 +185,32 @@ def is_counted(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "ds_pipe_replicated", False)
 
 
+def sum_of_squares(
+    gradients: list[tuple[nn.Parameter, Tensor]], tensor: Group, fused: FusedOps, device: torch.device
+) -> Tensor:
+    """What these gradients add to the square of the norm of all, float64 scalar.
+
+    What the tensor group holds several times is counted once, by a share of each rank of it: so a copy that is not
+    finite shows on whichever rank.
+    """
+    counted = [(parameter, gradient) for parameter, gradient in gradients if is_counted(parameter)]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    shares = [1.0 if is_sharded(parameter) else 1.0 / tensor.size for parameter, _ in counted]
+    squares = fused.squared_norms([gradient for _, gradient in counted])
+    return squares @ torch.tensor(shares, dtype=torch.float64, device=device)
+
+
+def own_gradients(network: Network) -> list[tuple[nn.Parameter, Tensor]]:
+    """Every parameter that has a gradient, with it."""
+    return [(parameter, parameter.grad) for parameter in network.parameters() if parameter.grad is not None]
+
+
 def gradient_norm(network: Network, tensor: Group, fused: FusedOps, pipeline: Group = ALONE) -> float:
     """Norm of all gradients as logical tensors (replicated ones counted once), equal on all ranks."""
-    replicated: list[Tensor] = []
-    sharded: list[Tensor] = []
-    for parameter in network.parameters():
-        if parameter.grad is not None and is_counted(parameter):
-            (sharded if is_sharded(parameter) else replicated).append(parameter.grad)
-    square = fused.squared_norms(replicated).sum()
-    if sharded:
-        square = square + all_reduce(fused.squared_norms(sharded).sum(), tensor)
-    return all_reduce(square, pipeline).sqrt().item()
+    device = next(network.parameters()).device
+    square = sum_of_squares(own_gradients(network), tensor, fused, device)
+    return all_reduce(all_reduce(square, tensor), pipeline).sqrt().item()
 
 
 def clip_gradients(network: Network, norm: float, clip: float) -> None:

@@ -29,6 +29,7 @@ from megatron_allattn.inference.reader import named_attend
 from megatron_allattn.inference.scoring import CodeProtocol, Progress, Score, code_protocol, score
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.parallel.collectives import agree
+from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.main import as_rank
 from megatron_allattn.training.resume import check_data
@@ -61,7 +62,7 @@ class EvaluationOptions:
 def run_evaluation(options: EvaluationOptions) -> int:
     """Evaluate as one rank; returns the exit code."""
 
-    def body(groups: Groups, device: torch.device) -> None:
+    def body(groups: Groups, device: torch.device, _: Watch) -> None:
         card = evaluate(options, groups, device)
         if groups.rank == 0:
             print(card_text(card), flush=True)

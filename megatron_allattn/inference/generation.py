@@ -25,6 +25,7 @@ from megatron_allattn.inference.reader import Reader
 from megatron_allattn.inference.sampling import Sampler, Sampling, greedy
 from megatron_allattn.inference.text_stream import TextStream
 from megatron_allattn.parallel.collectives import agree, broadcast_object
+from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.main import as_rank
 from megatron_allattn.training.session import exit_code
@@ -52,7 +53,7 @@ class GenerationOptions:
 def run_generation(options: GenerationOptions) -> int:
     """Generate as one rank; returns the exit code."""
 
-    def body(groups: Groups, device: torch.device) -> None:
+    def body(groups: Groups, device: torch.device, _: Watch) -> None:
         generate(options, groups, device)
 
     return as_rank(lambda world_size: _check_processes(options.parallel, world_size), options.parallel, body)

@@ -107,12 +107,6 @@ class PeerFailed(RuntimeError):
         self.exit_code = exit_code
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone; that rank says why."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
 def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int]) -> T:
     """Do something that may fail on some ranks only, and fail on all if it fails on any.
 

@@ -1,8 +1,8 @@
 """From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
 
-Exit codes: 0 done; 2 the user's mistake; 1 anything else. A user's mistake, a full disk or a port in use is one line
-on the first rank that has it; what is nobody's mistake comes with its traceback, and the ranks that only lost a peer
-say so in a line.
+Exit codes: 0 done; 2 the user's mistake; 4 a gradient that is not finite; 1 anything else. A user's mistake, a full
+disk or a port in use is one line on the first rank that has it; what is nobody's mistake comes with its traceback. Of a
+run whose ranks have lost each other one of them tells who is gone or who waited where (parallel/failures.py).
 """
 
 import sys
@@ -16,12 +16,15 @@ import torch
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
-from megatron_allattn.config.reporting import GRACE_SECONDS, interrupted
+from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.engine.drift import Drift
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.collectives import PeerFailed, agree, is_lost_peer
+from megatron_allattn.parallel.collectives import PeerFailed, agree
+from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
 from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.verdict import kind_of
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
@@ -31,14 +34,15 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     return as_rank(
         lambda world_size: check_world(run, world_size),
         run.parallel,
-        lambda groups, device: _train(run, explicit, groups, device),
+        lambda groups, device, watch: _train(run, explicit, groups, device, watch),
     )
 
 
 def as_rank(
-    check: Callable[[int], None], parallel: ParallelConfig, body: Callable[[Groups, torch.device], None]
+    check: Callable[[int], None], parallel: ParallelConfig, body: Callable[[Groups, torch.device, Watch], None]
 ) -> int:
-    """Meet the other ranks, run `body` with the groups and this rank's device, and report what goes wrong.
+    """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, and report
+    what goes wrong, on whichever rank.
 
     check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
     Returns the exit code.
@@ -52,27 +56,47 @@ def as_rank(
         groups, device = _meet(info, parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
+    watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
     try:
-        body(groups, device)
+        with watch:
+            body(groups, device, watch)
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, first=True, rank=groups.rank)
+        return _report_failure(error, watch, groups)
     finally:
         close_groups()
 
 
-def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> None:
+def _ending(error: BaseException, watch: Watch) -> Ending:
+    return watch.explain(error, exit_code(error), says_all=_says_all(error))
+
+
+def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
+    """Print what one rank prints for all, if it is this one; returns the exit code."""
+    ending = _ending(error, watch)
+    if ending.speaks:
+        with_traceback = kind_of(error) == "error" and not _says_all(error)
+        if with_traceback:
+            traceback.print_exception(error)
+        if groups.world.size > 1 or not with_traceback:
+            print(f"error: {ending.message}", file=sys.stderr, flush=True)
+    watch.told()
+    return ending.exit_code
+
+
+def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device, watch: Watch) -> None:
     session = lock = None
     try:
         own = run.checkpoint.save if groups.rank == 0 else None
         lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
-        session = open_session(run, explicit, groups, device)
+        session = opened = open_session(run, explicit, groups, device)
+        watch.last_words = lambda ending: _write_failure(opened, ending)
         session.notes += lock.notes if lock is not None else []
         train(session)
         _write_outcome(session, "done", session.why_ended)
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:
-            _write_outcome(session, "failed", f"{type(error).__name__}: {error}")
+            _write_failure(session, _ending(error, watch))
         raise
     finally:
         if lock is not None:
@@ -93,8 +117,8 @@ def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, t
     return make_groups(layout, timedelta(seconds=seconds)), device
 
 
-def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
-    """Say what went wrong, if it is this rank's to say; returns the exit code.
+def report_error(error: BaseException, *, first: bool) -> int:
+    """Say what went wrong before the ranks knew each other, if it is this rank's to say; returns the exit code.
 
     first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many
     launchers end all ranks as soon as one has ended.
@@ -102,18 +126,23 @@ def report_error(error: BaseException, *, first: bool, rank: int = 0) -> int:
     if isinstance(error, PeerFailed):
         time.sleep(GRACE_SECONDS)
         return error.exit_code
-    if is_lost_peer(error):
-        print(f"rank {rank}: another rank is gone ({str(error).strip().splitlines()[0]})", file=sys.stderr, flush=True)
-        return 1
     if not first:
         time.sleep(GRACE_SECONDS)
-    elif isinstance(error, UsageError | StorageError | Drift | discovery.LaunchError):
+    elif _says_all(error):
         print(f"error: {error}", file=sys.stderr, flush=True)
-    elif isinstance(error, KeyboardInterrupt):
-        return interrupted()
     else:
         traceback.print_exception(error)
     return exit_code(error)
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether its message is all that is to be said, without a traceback."""
+    return isinstance(error, UsageError | StorageError | Drift | NotFinite | discovery.LaunchError | KeyboardInterrupt)
+
+
+def _write_failure(session: Session, ending: Ending) -> None:
+    outcome = "guard" if ending.exit_code == NotFinite.exit_code else "failed"
+    _write_outcome(session, outcome, ending.message)
 
 
 def _write_outcome(session: Session, outcome: str, reason: str) -> None:

@@ -23,6 +23,7 @@ from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.drift import check_replicas
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
@@ -127,8 +128,8 @@ class Session:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for the user's mistakes, 1 for anything else."""
-    return 2 if isinstance(error, UsageError) else 1
+    """2 for the user's mistakes, 4 for a gradient that is not finite, 1 for anything else."""
+    return 2 if isinstance(error, UsageError) else NotFinite.exit_code if isinstance(error, NotFinite) else 1
 
 
 def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:

@@ -1,0 +1,74 @@
+"""Runs with a fault on one rank, and what all of their ranks say."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, TINY, Finished, Program, corpus, environment, free_port, run, world
+
+FAULTY = str(ROOT / "tests" / "support" / "faulty.py")
+TIMEOUT = 15.0  # seconds, of every collective
+SLACK = 30.0  # for Python, torch and DeepSpeed to start on a machine that does other things too
+FLAGS = ["--num-layers", "4", "--train-iters", "6", "--log-interval", "1", "--save", "run"]
+PATH = {"PYTHONPATH": str(ROOT)}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run with a fault has ended: every rank, and the lines on stderr of all that begin with `error:`."""
+
+    ranks: list[Finished]
+    errors: list[str]
+
+    @property
+    def codes(self) -> list[int]:
+        return [rank.returncode for rank in self.ranks]
+
+
+class Runs:
+    """Starts runs whose rank RANK has a fault at step 3."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder = folder
+        self._flags = [*TINY[2:], *FLAGS, "--data-path", str(data)]
+
+    def plain(self, count: int, rank: int, fault: str, *flags: str) -> Ended:
+        """As processes that plain environment variables bring together. AssertionError when one does not end."""
+        shared, programs = world(count) | PATH, []
+        try:
+            for own in range(count):
+                env = environment(shared | {"RANK": str(own), "LOCAL_RANK": str(own)})
+                programs.append(Program(self._command(rank, fault, flags), self.folder, env))
+            deadline = time.monotonic() + TIMEOUT + SLACK + 10 * count
+            ranks = [program.wait(deadline - time.monotonic()) for program in programs]
+        finally:
+            for program in programs:
+                program.__exit__()
+        return Ended(ranks, [line for done in ranks for line in errors(done)])
+
+    def torchrun(self, count: int, rank: int, fault: str, *flags: str) -> Finished:
+        """Under torchrun."""
+        launch = ["torchrun", "--nproc-per-node", str(count), "--master-port", str(free_port())]
+        command = [*launch, *self._command(rank, fault, flags)[1:]]
+        return run(*command, folder=self.folder, variables=PATH)
+
+    def _command(self, rank: int, fault: str, flags: tuple[str, ...]) -> list[str]:
+        minutes = ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
+        return [sys.executable, FAULTY, str(rank), "3", fault, *self._flags, *minutes, *flags]
+
+
+def errors(done: Finished) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def runs(data: Path, tmp_path: Path) -> Runs:
+    return Runs(tmp_path, data)
