@@ -102,7 +102,7 @@ def where_raised(error: BaseException, groups: Groups) -> str:
         frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
     frames.reverse()
-    return _waiting(frames, groups) or _line(frames[0])
+    return _waiting(frames, groups) or _line(frames[0], groups)
 
 
 def where_now(groups: Groups, thread: int) -> str:
@@ -110,7 +110,7 @@ def where_now(groups: Groups, thread: int) -> str:
     which `thread` is."""
     stacks = {key: list(_outwards(frame)) for key, frame in sys._current_frames().items()}
     waiting = (_waiting(stack, groups) for stack in stacks.values())
-    return next((found for found in waiting if found), None) or _line(stacks[thread][0])
+    return next((found for found in waiting if found), None) or _line(stacks[thread][0], groups)
 
 
 def _outwards(frame: FrameType | None) -> Iterable[FrameType]:
@@ -145,6 +145,9 @@ def _group(handle: Any, peer: int | None, groups: Groups) -> str:
     return f"in {f'the {same[0]} group' if same else 'a group'} {ranks}"
 
 
-def _line(frame: FrameType) -> str:
-    folder, file = os.path.split(frame.f_code.co_filename)
-    return f"at {os.path.basename(folder)}/{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+def _line(frame: FrameType, groups: Groups) -> str:
+    """The line. ZeRO waits for collectives that it has begun earlier, and all of those are over the replicas."""
+    path = frame.f_code.co_filename
+    line = f"at {os.path.join(*path.split(os.sep)[-2:])}:{frame.f_lineno} ({frame.f_code.co_name})"
+    zero = "deepspeed" in path.split(os.sep) and groups.data.size > 1
+    return f"{line}, where DeepSpeed works for the data group {list(groups.data.ranks)}" if zero else line

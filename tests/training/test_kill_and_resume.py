@@ -116,7 +116,7 @@ def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path) -> None:
     second = start_and_kill(killed, *resume, when=lambda record: step_of(record) >= 12, whom=[1])
     check_resumed(second.ranks[0].stdout, step, sum(step_of(record) > step for record in first.left))
     assert second.ranks[0].returncode == 1
-    assert second.ranks[0].stderr.startswith("rank 0: another rank is gone (")
+    assert second.ranks[0].stderr.startswith("error: rank 1 is gone: rank 0 lost the connection in the ")
     assert second.ranks[0].stderr.count("\n") == 1
     assert outcome(killed / "run")["outcome"] == "failed"
     step = saved_step(killed)
