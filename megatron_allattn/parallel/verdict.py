@@ -74,13 +74,15 @@ def name_ranks(ranks: Iterable[int], word: str = "and") -> str:
 
 
 def told(reports: Mapping[int, Report], seconds: float) -> str:
-    """What the ranks say, those that say the same together, and what explains most first."""
+    """What the ranks say, those that say the same together, and what explains most first: who was elsewhere comes
+    before who waited for it."""
     words = {"lost": "lost the connection", "late": f"gave up after {seconds:g} s", "there": "waited", "done": "ended"}
-    same: dict[tuple[int, str], list[int]] = {}
+    same: dict[tuple[int, bool, str], list[int]] = {}
     for rank, report in sorted(reports.items()):
-        does = "was" if report.kind == "there" and report.where.startswith("at ") else words[report.kind]
-        same.setdefault((list(words).index(report.kind), f"{does} {report.where}".strip()), []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)} {does}" for (_, does), ranks in sorted(same.items()))
+        waits = not (report.kind == "there" and report.where.startswith("at "))
+        does = f"{words[report.kind] if waits else 'was'} {report.where}".strip()
+        same.setdefault((list(words).index(report.kind), waits, does), []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} {does}" for (*_, does), ranks in sorted(same.items()))
 
 
 def place(groups: Groups, rank: int) -> str:
