@@ -53,10 +53,22 @@ _NO_EFFECT = (
         fix="leave it out",
     ),
     _NoEffect(
-        fields=("sequence_parallel", "shard_caches"),
+        fields=("sequence_parallel", "shard_caches", "balance_heads"),
         condition=lambda run: run.parallel.tensor_model_parallel_size == 1,
         reason="has no effect with --tensor-model-parallel-size 1: there is nothing to share",
         fix="leave it out",
+    ),
+    _NoEffect(
+        fields=("balance_heads",),
+        condition=lambda run: not run.model.adaptive_span or run.model.span_normalization == "window",
+        reason="has no effect where every head costs the same: with --no-adaptive-span or --span-normalization window",
+        fix="leave it out",
+    ),
+    _NoEffect(
+        fields=("balance_heads",),
+        condition=lambda run: run.training.attention_backend == "eager",
+        reason="has no effect with --attention-backend eager, for which every head costs the same",
+        fix="leave it out or choose another backend",
     ),
     _NoEffect(
         fields=("adam_beta1", "adam_beta2", "adam_eps"),
@@ -126,6 +138,7 @@ def check_run(config: RunConfig, explicit: frozenset[str]) -> None:
     """
     _check_schedule(config)
     _check_stages(config)
+    _check_heads(config)
     sections = (config.model, config.parallel, config.optimizer, config.training, config.checkpoint)
     for rule in _NO_EFFECT:
         for name in rule.fields:
@@ -172,6 +185,17 @@ def _check_stages(config: RunConfig) -> None:
             parallel.pipeline_layers,
             f"together they are {sum(parallel.layers_of_stages)} layers, --num-layers is {layers}",
             "give every layer a stage",
+        )
+
+
+def _check_heads(config: RunConfig) -> None:
+    """Heads may be dealt in another order only where nothing reads them side by side."""
+    if config.parallel.balance_heads and config.model.variant == "single-head":
+        raise usage_error(
+            "--balance-heads",
+            True,
+            "the persistent vectors of --variant single-head meet the heads side by side, in their order",
+            "leave it out or choose another variant",
         )
 
 

@@ -29,8 +29,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are cut into (PP), with ZeRO 0 or 1."""
 
-    pipeline_partition: Literal["cost", "parameters"] = "cost"
-    """How layers are dealt to stages: by the work of a step at the spans that training starts from, or by weights."""
+    pipeline_partition: Literal["cost", "current-cost", "parameters"] = "cost"
+    """How layers are dealt to stages: by the work of a step at the spans that training starts from (cost) or at those
+    of the checkpoint that a run goes on from (current-cost: equal losses but for rounding), or by weights."""
 
     pipeline_layers: str | None = None
     """Layers of every stage, instead: 2,1,2."""
@@ -42,6 +43,10 @@ class ParallelConfig:
     shard_caches: bool = False
     """Keep each cached hidden state once over the processes that share heads instead of on each of them; costs
     gathering a layer's cache to read it, twice a step."""
+
+    balance_heads: bool = False
+    """Deal the heads of a layer to the processes that share them by what they cost at today's spans, anew at every
+    save, instead of in their order; losses are equal but for rounding, checkpoints the same."""
 
     zero_stage: int = 1
     """DeepSpeed ZeRO stage over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""

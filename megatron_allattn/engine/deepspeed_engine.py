@@ -244,11 +244,11 @@ class DeepSpeedEngine(Engine):
             return super()._local_spans()
 
     def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        for (name, shard), parameter in super().held():
-            if self.zero_stage == 3:
-                yield (name, f"{shard} (part {self.groups.data.rank})"), parameter.ds_tensor  # type: ignore[attr-defined]
+        for (name, shard), tensor in super().held():
+            if self.zero_stage == 3 and isinstance(tensor, nn.Parameter):
+                yield (name, f"{shard} (part {self.groups.data.rank})"), tensor.ds_tensor  # type: ignore[attr-defined]
             else:
-                yield (name, shard), parameter
+                yield (name, shard), tensor
 
     def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
         return self.engine(inputs, context, targets)

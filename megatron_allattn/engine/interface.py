@@ -6,7 +6,7 @@ precision; one process or a TP × DP grid); `DeepSpeedEngine` brings ZeRO.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -30,7 +30,7 @@ from megatron_allattn.parallel.collectives import (
 )
 from megatron_allattn.parallel.groups import ALONE, Groups
 from megatron_allattn.parallel.layout import streams_of
-from megatron_allattn.parallel.logical import LogicalTensor
+from megatron_allattn.parallel.logical import LogicalTensor, Placement
 from megatron_allattn.parallel.random import DropoutKeys
 
 
@@ -47,8 +47,8 @@ class Spans:
     """How far heads look back, and what follows from it.
 
     windows: W of every layer; look_back: how far each head of this rank looks, by layer; z: [layers, heads] on the CPU,
-    None with a fixed span; tokens: float64 [layers, heads],
-    how many tokens each head looks back, ramp included. Heads are those that attend to the context (head-split: half).
+    None with a fixed span; tokens: float64 [layers, heads], how many tokens each head looks back, ramp included. Heads
+    are those that attend to the context (head-split: half), in logical order but for `look_back`, which is in a rank's.
     """
 
     windows: tuple[int, ...]
@@ -75,9 +75,10 @@ def find_spans(network: Network, local: Tensor | None) -> Spans:
         heads = model.num_context_heads // network.group.size
         return Spans(windows, tuple((window,) * heads for window in windows), None, full)
     length, ramp = model.max_attention_span, model.span_ramp
-    z = torch.cat(all_gather(local.detach(), network.group), dim=1).cpu()
-    windows = tuple(window_length(layer, length, ramp) for layer in z.amax(dim=1).tolist())
-    own = z.chunk(network.group.size, dim=1)[network.group.rank].tolist()
+    placed = torch.cat(all_gather(local.detach(), network.group), dim=1).cpu()
+    windows = tuple(window_length(layer, length, ramp) for layer in placed.amax(dim=1).tolist())
+    own = placed.chunk(network.group.size, dim=1)[network.group.rank].tolist()
+    z = torch.empty_like(placed).scatter_(1, network.head_order, placed)
     reach = tuple(
         tuple(look_back(head, window, length, ramp) for head in layer)
         for layer, window in zip(own, windows, strict=True)
@@ -265,18 +266,39 @@ class Engine(ABC):
         """The parameters of this part."""
         return dict(self.network.logical_parameters())
 
+    def place_heads(self, placements: Sequence[Placement]) -> None:
+        """Move heads between the ranks of the tensor group, with all that belongs to them; between two steps.
+
+        placements: of every layer of the whole network, equal on all ranks. One tensor at a time is whole on each.
+        """
+        before = self.network.placements
+        for logical, parameter in self.network.logical_parameters():
+            if logical.heads is None or placements[logical.heads.layer] == before[logical.heads.layer]:
+                continue
+            own = placements[logical.heads.layer]
+            self._set_master(parameter, self._placed(logical, self._master(parameter), own))
+            for name in self.state_names:
+                self._set_state(parameter, name, self._placed(logical, self._state(parameter, name), own))
+        self.network.place(placements)
+
+    def _placed(self, logical: LogicalTensor, local: Tensor, placement: Placement) -> Tensor:
+        """From this rank's shard as heads are placed now, the one that it has with another placement."""
+        return logical.shard(self._join(logical, local), self.groups.tensor.rank, self.groups.tensor.size, placement)
+
     def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """What this rank computes with: of every weight of its part, its name, which part of it, and that part."""
+        """What this rank computes with: of every weight of its part, its name, which part of it, and that part; and
+        where all ranks take the heads to be."""
+        yield ("placement of heads", ""), self.network.head_order
         for logical, parameter in self.network.logical_parameters():
             shard = f" (shard {self.groups.tensor.rank})" if logical.shard_dim is not None else ""
             yield (logical.name, shard), parameter
 
     def _join(self, logical: LogicalTensor, local: Tensor) -> Tensor:
         shards = all_gather(local, self.groups.tensor) if logical.shard_dim is not None else [local]
-        return logical.join(shards)
+        return self.network.join(logical, shards)
 
     def _shard(self, logical: LogicalTensor, full: Tensor) -> Tensor:
-        return logical.shard(full, self.groups.tensor.rank, self.groups.tensor.size).to(self.device)
+        return self.network.shard(logical, full).to(self.device)
 
     def _tensor(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self.device, non_blocking=True)

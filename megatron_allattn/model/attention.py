@@ -6,7 +6,7 @@ its heads, and the matching columns of W_o. The block's hidden states enter and 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from megatron_allattn.model.persistent import PersistentMemory
 from megatron_allattn.model.span import AdaptiveSpan, add_span_loss
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.linear import RowParallelLinear
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, in_order, logical_parameter
 from megatron_allattn.parallel.random import DropoutKeys
 from megatron_allattn.parallel.residual import Residual
 
@@ -79,15 +79,21 @@ class SelfAttention(nn.Module):
         name, size, num_heads = f"layers.{layer}", config.hidden_size, config.num_context_heads
         assert num_heads % group.size == 0
         linear = Init("uniform", 1.0 / math.sqrt(size))
-        context_shape = (num_heads * config.head_size, size)
-        self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", (size, size), 0, linear), group)
-        self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", context_shape, 0, linear), group)
-        self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", context_shape, 0, linear), group)
-        self.out = RowParallelLinear(f"{name}.out", size, size, residual, linear, bias=False)
-        self.span = AdaptiveSpan(f"{name}.span", num_heads, group) if config.adaptive_span else None
+        context_shape, heads = (num_heads * config.head_size, size), LayerHeads(layer, num_heads)
+        self.query = logical_parameter(LogicalTensor(f"{name}.query.weight", (size, size), 0, linear, heads), group)
+        self.key = logical_parameter(LogicalTensor(f"{name}.key.weight", context_shape, 0, linear, heads), group)
+        self.value = logical_parameter(LogicalTensor(f"{name}.value.weight", context_shape, 0, linear, heads), group)
+        self.out = RowParallelLinear(f"{name}.out", size, size, residual, linear, bias=False, heads=heads)
+        self.span = AdaptiveSpan(f"{name}.span", num_heads, group, heads) if config.adaptive_span else None
         self.span_gradient = config.span_loss * config.max_attention_span / num_heads
-        heads = torch.arange(0, config.num_attention_heads, config.num_attention_heads // num_heads, dtype=torch.int32)
-        self.register_buffer("heads", heads.chunk(group.size)[group.rank], persistent=False)
+        self.every = config.num_attention_heads // num_heads
+        self.register_buffer("heads", torch.empty(num_heads // group.size, dtype=torch.int32), persistent=False)
+        self.hold(in_order(num_heads, group.size)[group.rank])
+
+    def hold(self, heads: Sequence[int]) -> None:
+        """This rank's weights are those of these heads, numbered among the heads that attend to the context."""
+        buffer = self.get_buffer("heads")
+        buffer.copy_(torch.tensor(heads, dtype=torch.int32, device=buffer.device) * self.every)
 
     def forward(self, hidden: Tensor, cached: Tensor, position_key: Tensor, context: BlockContext) -> Tensor:
         z = self.span() if self.span is not None else None
@@ -154,6 +160,5 @@ def attention_settings(config: ModelConfig) -> AttentionSettings:
 
 def memory_of_heads(config: ModelConfig, layer: int, num_heads: int, group: Group) -> PersistentMemory:
     """The persistent vectors of `num_heads` heads of a layer, each with its own."""
-    return PersistentMemory(
-        f"layers.{layer}.persistent", num_heads, config.head_size, config.persistent_memory_size, group
-    )
+    name, heads = f"layers.{layer}.persistent", LayerHeads(layer, config.num_context_heads)
+    return PersistentMemory(name, num_heads, config.head_size, config.persistent_memory_size, group, heads)

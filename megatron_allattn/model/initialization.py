@@ -33,4 +33,4 @@ def load_logical(network: Network, weights: Mapping[str, Tensor]) -> None:
 def copy_logical(parameter: torch.nn.Parameter, full: Tensor, network: Network) -> None:
     """Copy this rank's shard of the full tensor into `parameter`."""
     with torch.no_grad():
-        parameter.copy_(logical_of(parameter).shard(full, network.group.rank, network.group.size))
+        parameter.copy_(network.shard(logical_of(parameter), full))

@@ -10,6 +10,7 @@ that embedding and output share is on the first and the last.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.variants import build_block
 from megatron_allattn.parallel.adaptive import AdaptiveEmbedding, AdaptiveOutput, Clusters
 from megatron_allattn.parallel.groups import ALONE, Group
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_of
+from megatron_allattn.parallel.logical import Init, LogicalTensor, Placement, in_order, logical_of
 from megatron_allattn.parallel.random import Site
 from megatron_allattn.parallel.residual import Residual
 from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelOutput
@@ -81,6 +82,7 @@ class Network(nn.Module):
             build_block(config, layer, self.residual, fused, attend, recompute) for layer in self.part.layers
         )
         self.output = output if self.part.last else None
+        self.place([in_order(config.num_context_heads, group.size)] * config.num_layers)
 
     def forward(
         self, tokens: Tensor, context: BlockContext, targets: Tensor | None = None, *, last_only: bool = False
@@ -130,6 +132,29 @@ class Network(nn.Module):
         for module in self.modules():
             if isinstance(module, PersistentMemory):
                 module.fold_scales()
+
+    def place(self, placements: Sequence[Placement]) -> None:
+        """From now on every rank's weights are those of these heads; at first each rank has consecutive ones.
+
+        It moves nothing (`Engine.place_heads` does). placements: of the heads that attend to the context, for every
+        layer of the whole network. `head_order`, int64 [layers, heads], has them side by side.
+        """
+        self.placements = tuple(placements)
+        self.head_order = torch.tensor(self.placements, device="cpu").flatten(1)
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.attention.hold(self.placements[block.attention.layer][self.group.rank])
+
+    def shard(self, logical: LogicalTensor, full: Tensor) -> Tensor:
+        """This rank's part of a logical tensor."""
+        return logical.shard(full, self.group.rank, self.group.size, self._placement_of(logical))
+
+    def join(self, logical: LogicalTensor, shards: list[Tensor]) -> Tensor:
+        """A logical tensor from every rank's part, in rank order."""
+        return logical.join(shards, self._placement_of(logical))
+
+    def _placement_of(self, logical: LogicalTensor) -> Placement | None:
+        return None if logical.heads is None else self.placements[logical.heads.layer]
 
     def logical_parameters(self) -> list[tuple[LogicalTensor, nn.Parameter]]:
         """Every parameter of this part with what it is, in a fixed order."""

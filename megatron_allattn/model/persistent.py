@@ -14,18 +14,27 @@ from torch import Tensor, nn
 
 from megatron_allattn.parallel.collectives import softmax_over_shards
 from megatron_allattn.parallel.groups import ALONE, Group
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, logical_parameter
 
 
 class PersistentMemory(nn.Module):
     """`forward` → scaled keys √K·k' [H, K, N] and scaled values √N·v' [H, N, K], of this rank's heads.
 
-    cut_vectors: deal the N vectors of every head to the ranks, instead of the heads. `sharers` are then the ranks that
-    hold the rest of a head's vectors, and `first` is the index of this rank's first one.
+    heads: of a layer, if these are their vectors. cut_vectors: deal the N vectors of every head to the ranks, instead
+    of the heads. `sharers` are then the ranks that hold the rest of a head's vectors, and `first` is the index of this
+    rank's first one.
     """
 
     def __init__(
-        self, name: str, num_heads: int, width: int, size: int, group: Group, *, cut_vectors: bool = False
+        self,
+        name: str,
+        num_heads: int,
+        width: int,
+        size: int,
+        group: Group,
+        heads: LayerHeads | None = None,
+        *,
+        cut_vectors: bool = False,
     ) -> None:
         super().__init__()
         assert (size if cut_vectors else num_heads) % group.size == 0
@@ -35,8 +44,8 @@ class PersistentMemory(nn.Module):
         key_init, value_init = Init("normal", 1.0 / self.key_scale), Init("normal", 1.0 / self.value_scale)
         key, value = (num_heads, width, size), (num_heads, size, width)
         key_dim, value_dim = (2, 1) if cut_vectors else (0, 0)
-        self.key = logical_parameter(LogicalTensor(f"{name}.key", key, key_dim, key_init), group)
-        self.value = logical_parameter(LogicalTensor(f"{name}.value", value, value_dim, value_init), group)
+        self.key = logical_parameter(LogicalTensor(f"{name}.key", key, key_dim, key_init, heads), group)
+        self.value = logical_parameter(LogicalTensor(f"{name}.value", value, value_dim, value_init, heads), group)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         if self._folded:

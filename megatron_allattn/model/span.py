@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_allattn.parallel.groups import Group
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, logical_parameter
 
 CHUNK = 64  # windows grow in steps of this many tokens, and a cache keeps one step more than its window
 
@@ -22,9 +22,9 @@ class AdaptiveSpan(nn.Module):
     `forward` returns a copy: under ZeRO 3 a parameter's storage is gone once its module's forward is over.
     """
 
-    def __init__(self, name: str, num_heads: int, group: Group) -> None:
+    def __init__(self, name: str, num_heads: int, group: Group, heads: LayerHeads | None = None) -> None:
         super().__init__()
-        self.z = logical_parameter(LogicalTensor(name, (num_heads, 1, 1), 0, Init("constant", 0.0)), group)
+        self.z = logical_parameter(LogicalTensor(name, (num_heads, 1, 1), 0, Init("constant", 0.0), heads), group)
 
     def forward(self) -> Tensor:
         return self.z.clone()
@@ -51,6 +51,15 @@ def look_back(z: float, window: int, max_span: int, ramp: int) -> int:
     """
     reach = max(math.ceil(z * max_span), math.ceil(torch.tensor(z, dtype=torch.float32).mul(max_span).item()))
     return min(window, reach + ramp + 1)
+
+
+def layers_look_back(z: Tensor, max_span: int, ramp: int) -> list[list[int]]:
+    """`look_back` of every head of some layers, z [layers, heads], each in its layer's window."""
+    windows = [window_length(longest, max_span, ramp) for longest in z.amax(dim=1).tolist()]
+    return [
+        [look_back(head, window, max_span, ramp) for head in layer]
+        for layer, window in zip(z.tolist(), windows, strict=True)
+    ]
 
 
 def window_of_reach(longest: int, max_span: int) -> int:

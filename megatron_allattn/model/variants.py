@@ -52,7 +52,7 @@ class AttnSplit(SelfAttention):
 class HeadSplit(SelfAttention):
     """Even heads attend to the context only, odd heads to their N persistent vectors only.
 
-    Any even number of consecutive heads is half of each kind, so every tensor-parallel rank has both and equal work.
+    An even head and the odd one behind it stay together, so that every tensor-parallel rank has as many of both.
     """
 
     def __init__(self, config: ModelConfig, layer: int, attend: Attend, residual: Residual) -> None:

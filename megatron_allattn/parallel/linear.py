@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_allattn.parallel.groups import Group
-from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, logical_parameter
 from megatron_allattn.parallel.residual import Residual
 
 
@@ -28,12 +28,21 @@ class ColumnParallelLinear(nn.Module):
 
 class RowParallelLinear(nn.Module):
     """[B, M, in / parts] → the sum over the group [B, M, out] as the residual stream holds it. Weight [out, in] is cut
-    over its second dimension."""
+    over its second dimension. heads: of a layer, whose outputs side by side x is."""
 
-    def __init__(self, name: str, in_size: int, out_size: int, residual: Residual, init: Init, bias: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        in_size: int,
+        out_size: int,
+        residual: Residual,
+        init: Init,
+        bias: bool,
+        heads: LayerHeads | None = None,
+    ) -> None:
         super().__init__()
         self.residual, group = residual, residual.group
-        self.weight = logical_parameter(LogicalTensor(f"{name}.weight", (out_size, in_size), 1, init), group)
+        self.weight = logical_parameter(LogicalTensor(f"{name}.weight", (out_size, in_size), 1, init, heads), group)
         self.bias = logical_parameter(LogicalTensor(f"{name}.bias", (out_size,), None, init), group) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

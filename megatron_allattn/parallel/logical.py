@@ -4,8 +4,12 @@ Every parameter carries a `LogicalTensor`: its global name, its global shape, th
 cuts (None: every rank holds all of it) and the distribution it starts from. Initial weights, checkpoints and norms
 know logical tensors only. A cut dimension that the group does not divide (a vocabulary) is dealt in equal blocks whose
 last ones are padded with zeros; padding is never part of the logical tensor.
+
+Tensors that are cut by heads are dealt in whole heads, in their order or as a `Placement` says; the logical tensor has
+them in their order whatever the placement.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -36,14 +40,33 @@ class Init:
         return full.fill_(self.scale)
 
 
+Placement = tuple[tuple[int, ...], ...]
+"""Which heads of a layer every rank of the tensor group holds, in rank order: logical numbers, equally many each."""
+
+
+def in_order(count: int, parts: int) -> Placement:
+    """`count` heads over `parts` ranks, consecutive ones together."""
+    each = count // parts
+    return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(parts))
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of a layer, as units by which tensors are cut: `count` equal parts of the cut dimension."""
+
+    layer: int
+    count: int
+
+
 @dataclass(frozen=True)
 class LogicalTensor:
-    """Global name, global shape, cut dimension and start of a parameter."""
+    """Global name, global shape, cut dimension and start of a parameter. heads: by which it is cut, if it is."""
 
     name: str
     shape: tuple[int, ...]
     shard_dim: int | None
     init: Init
+    heads: LayerHeads | None = None
 
     def local_shape(self, parts: int) -> tuple[int, ...]:
         """Shape of one rank's shard, padding included, when `parts` ranks share the tensor."""
@@ -57,11 +80,17 @@ class LogicalTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def shard(self, full: Tensor, rank: int, parts: int) -> Tensor:
-        """This rank's part of `full` (the logical tensor), zero-padded to the local shape."""
+    def shard(self, full: Tensor, rank: int, parts: int, placement: Placement | None = None) -> Tensor:
+        """This rank's part of `full` (the logical tensor), zero-padded to the local shape.
+
+        placement: of the heads, if it is cut by heads; in their order if left out.
+        """
         assert tuple(full.shape) == self.shape, f"{self.name}: {tuple(full.shape)} is not {self.shape}"
         if self.shard_dim is None:
             return full
+        if placement is not None:
+            own = torch.tensor(placement[rank], device=full.device)
+            return self._by_head(full).index_select(self.shard_dim, own).flatten(self.shard_dim, self.shard_dim + 1)
         rows = self.local_shape(parts)[self.shard_dim]
         size = self.shape[self.shard_dim]
         start, stop = min(rank * rows, size), min((rank + 1) * rows, size)
@@ -69,11 +98,22 @@ class LogicalTensor:
         local.narrow(self.shard_dim, 0, stop - start).copy_(full.narrow(self.shard_dim, start, stop - start))
         return local
 
-    def join(self, shards: list[Tensor]) -> Tensor:
-        """The logical tensor from every rank's shard, in rank order, without padding."""
+    def join(self, shards: list[Tensor], placement: Placement | None = None) -> Tensor:
+        """The logical tensor from every rank's shard, in rank order, without padding. placement: as of `shard`."""
         if self.shard_dim is None:
             return shards[0]
-        return torch.cat(shards, dim=self.shard_dim).narrow(self.shard_dim, 0, self.shape[self.shard_dim])
+        whole = torch.cat(shards, dim=self.shard_dim)
+        if placement is None:
+            return whole.narrow(self.shard_dim, 0, self.shape[self.shard_dim])
+        placed = self._by_head(whole)
+        order = torch.tensor(list(itertools.chain.from_iterable(placement)), device=whole.device)
+        joined = torch.empty_like(placed).index_copy_(self.shard_dim, order, placed)
+        return joined.flatten(self.shard_dim, self.shard_dim + 1)
+
+    def _by_head(self, whole: Tensor) -> Tensor:
+        """With the heads as a dimension of their own, in front of what is left of the cut one."""
+        assert self.shard_dim is not None and self.heads is not None, f"{self.name} is not cut by heads"
+        return whole.unflatten(self.shard_dim, (self.heads.count, -1))
 
 
 def logical_parameter(logical: LogicalTensor, group: Group) -> nn.Parameter:

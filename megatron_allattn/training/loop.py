@@ -31,6 +31,8 @@ def train(session: Session) -> None:
                 if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
                     session.save()
                     console.say(f"saved step {session.step} in {run.checkpoint.save}")
+                    if (balanced := session.balance_heads()) is not None:
+                        console.say(f"heads balanced at step {session.step}: {balanced}")
         _finish(session, console, valid)
     finally:
         console.close()

@@ -36,7 +36,11 @@ def header(session: Session) -> list[str]:
 def _grid(session: Session) -> str:
     """TP 2 (sequence parallel, shared caches) × PP 2 (3 + 2 layers) × DP 4: what there is of it."""
     groups, parallel, stages = session.engine.groups, session.run.parallel, ""
-    ways = {"sequence parallel": parallel.sequence_parallel, "shared caches": parallel.shard_caches}
+    ways = {
+        "sequence parallel": parallel.sequence_parallel,
+        "shared caches": parallel.shard_caches,
+        "balanced heads": parallel.balance_heads,
+    }
     chosen = ", ".join(name for name, wanted in ways.items() if wanted)
     shards = f"TP {groups.tensor.size}" + (f" ({chosen})" if chosen else "")
     if groups.pipeline.size > 1:

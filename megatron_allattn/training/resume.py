@@ -8,9 +8,12 @@ the other settings are not ours to compare, and its tokenizer is compared unless
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.tensors import TensorReader
-from megatron_allattn.config import RunConfig, UsageError, usage_error
+from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.tokenizers import difference, tokenizer_from_json
@@ -93,6 +96,12 @@ def check_data(
             raise UsageError(
                 f"--data-path {shown}: its {what} is {now}, {step_folder} was trained with {kept}{words}; {fix}"
             )
+
+
+def saved_spans(step_folder: Path, model: ModelConfig) -> Tensor:
+    """z of every head in a verified step folder, [layers, heads]. Raises UsageError: one is missing."""
+    weights = TensorReader(step_folder, "weights")
+    return torch.stack([weights.read(f"layers.{layer}.span").flatten() for layer in range(model.num_layers)])
 
 
 def trim_metrics(run_folder: Path | None, step: int, last_step: int) -> list[str]:

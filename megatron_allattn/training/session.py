@@ -16,11 +16,12 @@ import torch
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.config import ModelConfig, RunConfig, UsageError, check_vocabulary, usage_error
+from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
+from megatron_allattn.engine.balance import Balance, balance_heads
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.drift import check_replicas
 from megatron_allattn.engine.finite import NotFinite
@@ -32,7 +33,7 @@ from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import stage_parts
-from megatron_allattn.model.span import look_back, window_length
+from megatron_allattn.model.span import layers_look_back
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
@@ -43,6 +44,7 @@ from megatron_allattn.training.resume import (
     find_checkpoint,
     is_converted,
     knows_its_tokens,
+    saved_spans,
     trim_metrics,
 )
 from megatron_allattn.training.schedules import schedule_notes
@@ -110,6 +112,11 @@ class Session:
         check_replicas(self.engine)
         save.save(self.run.checkpoint.save, self.step, self.engine, self.state())
 
+    def balance_heads(self) -> Balance | None:
+        """With `--balance-heads`, place heads by today's spans: after a save and after a load, so that a run that goes
+        on from a checkpoint has them where the run that wrote it has them from then on. Collective."""
+        return balance_heads(self.engine) if self.run.parallel.balance_heads else None
+
     def resume(self, step_folder: Path) -> None:
         """Go on from a checkpoint that `check_resume` has accepted. Collective."""
         state = save.read_state(step_folder)
@@ -169,7 +176,8 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         )
     )
     agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
-    engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend)
+    reach = agreed(lambda: _reach(run, step_folder))
+    engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
     session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped])
     session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
@@ -177,6 +185,8 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         session.notes.append(f"half precision at ZeRO {run.parallel.zero_stage} runs as ZeRO {engine.zero_stage}")
     if step_folder is not None:
         session.resume(step_folder)
+        balanced = session.balance_heads()
+        session.notes += [f"heads are balanced: {balanced}"] if balanced is not None else []
     elif run.checkpoint.load is not None:
         session.notes.append(f"no checkpoint in {run.checkpoint.load} yet: starting from step 0")
     own = run.checkpoint.save if groups.rank == 0 else None
@@ -185,10 +195,16 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
 
 
 def build_engine(
-    run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps, attend: Attend
+    run: RunConfig,
+    vocab_size: int,
+    groups: Groups,
+    device: torch.device,
+    fused: FusedOps,
+    attend: Attend,
+    reach: list[list[int]],
 ) -> DeepSpeedEngine:
-    """The network at its initial weights, in DeepSpeed's hands."""
-    parts = stage_parts(run.parallel, run.model, vocab_size, _first_reach(run.model), run.training.seq_length)
+    """The network at its initial weights, in DeepSpeed's hands. reach: by which layers are dealt to stages."""
+    parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
     part = parts[groups.pipeline.rank]
     recompute, sequence_parallel = run.training.recompute_granularity, run.parallel.sequence_parallel
     network = Network(
@@ -199,11 +215,15 @@ def build_engine(
     return engine(network, run, groups, device, _precision(run), fused)
 
 
-def _first_reach(model: ModelConfig) -> list[list[int]]:
-    """How far the heads of every layer look as training starts."""
-    longest, ramp = model.max_attention_span, model.span_ramp
-    reach = look_back(0.0, window_length(0.0, longest, ramp), longest, ramp) if model.adaptive_span else longest
-    return [[reach] * model.num_context_heads for _ in range(model.num_layers)]
+def _reach(run: RunConfig, step_folder: Path | None) -> list[list[int]]:
+    """How far the heads of every layer look, for dealing layers to stages: as training starts, or in a checkpoint."""
+    model = run.model
+    if not model.adaptive_span:
+        return [[model.max_attention_span] * model.num_context_heads for _ in range(model.num_layers)]
+    z = torch.zeros(model.num_layers, model.num_context_heads)
+    if step_folder is not None and run.parallel.pipeline_partition == "current-cost":
+        z = saved_spans(step_folder, model)
+    return layers_look_back(z, model.max_attention_span, model.span_ramp)
 
 
 def _precision(run: RunConfig) -> torch.dtype:
