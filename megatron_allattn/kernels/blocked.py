@@ -21,6 +21,7 @@ from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.blocked_call import BlockedCall, Heads, Projected
 from megatron_allattn.kernels.blocked_heads import TorchHeads
 from megatron_allattn.kernels.compiled_heads import CompiledHeads, can_compute
+from megatron_allattn.kernels.counts import ScoreCounts
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
 from megatron_allattn.kernels.workspace import Workspace
 from megatron_allattn.parallel.random import keep_scale
@@ -31,10 +32,12 @@ class Blocked:
     time.
 
     library: of `load_library`, None where there is none or PyTorch's heads are wanted; about: what it says of it.
+    `scored` counts what its heads compute.
     """
 
     def __init__(self, library: ctypes.CDLL | None, about: str = "heads of PyTorch") -> None:
         self.workspace, self._library, self.about = Workspace(), library, about
+        self.scored = ScoreCounts()
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,7 +83,8 @@ class _Attend(torch.autograd.Function):
         *tensors, (backend, settings, state) = rest
         weights, whole = LayerWeights(*tensors), whole_tiles(block)
         projected = project(whole, weights)
-        y = backend.heads(BlockedCall(whole, cache, weights, settings, state, backend.workspace)).forward(projected)
+        call = BlockedCall(whole, cache, weights, settings, state, backend.workspace, scored=backend.scored)
+        y = backend.heads(call).forward(projected)
         y *= _dropout_scale(settings, state)
         ctx.call = backend, settings, state
         kept = (projected.q, projected.k, projected.v) if settings.keep_projections else ()
@@ -95,7 +99,7 @@ class _Attend(torch.autograd.Function):
         weights, kept = LayerWeights.split(saved)
         whole = whole_tiles(block)
         projected = Projected(*kept) if kept else project(whole, weights)
-        call = BlockedCall(whole, cache, weights, settings, state, backend.workspace)
+        call = BlockedCall(whole, cache, weights, settings, state, backend.workspace, scored=backend.scored)
         grads = call.zero_gradients()
         dy = whole_tiles(dy).flatten(0, 1) * _dropout_scale(settings, state)
         of = backend.heads(call).backward(projected, dy, grads)

@@ -4,7 +4,7 @@ Shape letters as in interface.py, and: M a whole number of tiles; S distances of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_allattn.kernels.band import tiling
 from megatron_allattn.kernels.columns import Columns
+from megatron_allattn.kernels.counts import ScoreCounts
 from megatron_allattn.kernels.dropout import DropoutRows, tile_columns
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, wide_type
 from megatron_allattn.kernels.workspace import Workspace
@@ -60,7 +61,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class BlockedCall:
-    """block [B, M, D] in whole tiles; cache [B, C, D], or `kept`, which has C = 0."""
+    """block [B, M, D] in whole tiles; cache [B, C, D], or `kept`, which has C = 0; scored: what the heads add to."""
 
     block: Tensor
     cache: Tensor
@@ -69,6 +70,7 @@ class BlockedCall:
     state: BlockState
     workspace: Workspace
     kept: Kept | None = None
+    scored: ScoreCounts = field(default_factory=ScoreCounts)
 
     @property
     def batch(self) -> int:

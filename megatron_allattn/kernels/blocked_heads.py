@@ -76,6 +76,7 @@ class _Head:
         self.tile, self.span = call.tile, call.columns.spans[index]
         self.width = self.span + call.persistent
         self._units = list(_units(call.batch, call.length, call.tile))
+        self._scored = call.scored.of(call.state.layer, call.heads)
         self._columns = call.columns.of(index)  # of what all heads have by distance
         self._biased = slice(self._columns.start, self._columns.start + call.columns.biased[index])
         table = call.weights.position_key[0]
@@ -153,6 +154,7 @@ class _Head:
         scores[:, : self._distances.start] = 0
         if persistent_key is not None:
             torch.mm(q, persistent_key[self.index], out=scores[:, self.span :])
+        self._scored[self.index] += scores.numel()
         return scores, self._context_products(q, self.keys, unit)
 
     def forward(self, out: Tensor) -> None:

@@ -63,9 +63,10 @@ class CachedAttention:
         if length == 1:
             y = layer.attend_to_one(projected.q, weights)
         else:
-            workspace, nothing = self._blocked.workspace, whole[:, :0]
-            call = BlockedCall(whole, nothing, weights, settings, state, workspace, layer.kept())
-            y = self._blocked.heads(call).forward(projected)
+            blocked, nothing = self._blocked, whole[:, :0]
+            shared = blocked.workspace, layer.kept(), blocked.scored
+            call = BlockedCall(whole, nothing, weights, settings, state, *shared)
+            y = blocked.heads(call).forward(projected)
         layer.append(*(rows.unflatten(0, whole.shape[:2])[:, :length] for rows in (projected.k, projected.v)))
         return y.unflatten(0, whole.shape[:2])[:, :length]
 

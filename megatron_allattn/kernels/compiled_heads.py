@@ -73,6 +73,7 @@ class _Call(ctypes.Structure):
         ("dpositions", ctypes.c_void_p),
         ("dbias", ctypes.c_void_p),
         ("dedges", ctypes.c_void_p),
+        ("scored", ctypes.c_void_p),
         ("message", ctypes.c_char * 400),
     )
 
@@ -154,6 +155,7 @@ class _Arguments:
             threshold=0 if dropout is None else drop_threshold(dropout.probability),
             shared=call.shared,
             threads=torch.get_num_threads(),
+            scored=ctypes.addressof(self._keep(call.scored.of(call.state.layer, call.heads))),
         )
         self._read(
             bias=columns.bias,
@@ -187,9 +189,11 @@ class _Arguments:
 
     def _numbers(self, numbers: Sequence[int]) -> int:
         """The address of int64 [H]."""
-        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        return ctypes.addressof(self._keep((ctypes.c_int64 * len(numbers))(*numbers)))
+
+    def _keep(self, array: "ctypes.Array[ctypes.c_int64]") -> "ctypes.Array[ctypes.c_int64]":
         self._held.append(array)
-        return ctypes.addressof(array)
+        return array
 
     def _read(self, **tensors: Tensor | None) -> None:
         """Put in the addresses of these, or of copies with rows one after the other."""

@@ -60,6 +60,7 @@ struct Call {
     void* dpositions;                       // scratch [H, K, longest] for it, a head's S at the end
     void* dbias;                            // wide [H, longest], is added to
     void* dedges;                           // wide [H], is added to: of the masks at the edges
+    std::int64_t* scored;                   // [H], is added to: elements of scores that were computed
     char message[400];                      // why a head failed
 };
 
@@ -347,6 +348,7 @@ class Head {
         const View<T> own = first_rows(q, unit);
         multiply<T>(first_rows(p, unit), constant(own), constant(table));
         context_products(unit, own, keys);
+        call.scored[index] += count(unit) * width;
     }
 
     void context_products(const Unit& unit, const View<T>& rows, const View<T>& memory) {

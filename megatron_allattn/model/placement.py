@@ -24,8 +24,8 @@ def balance(costs: Sequence[float], ranks: int) -> Placement:
     """Heads over `ranks` ranks, equally many each, so that the largest sum of costs is small: heads of falling cost to
     the rank that has least (Graham 1969), then exchanges of two heads for as long as the most loaded rank gains.
 
-    Heads stay in their order where that is as good. It is a function of the costs alone, so that a run that goes on from
-    a checkpoint finds the same. Raises ValueError: the heads do not divide.
+    Heads stay in their order where that is as good. It is a function of the costs alone, so that a run that goes on
+    from a checkpoint finds the same. Raises ValueError: the heads do not divide.
     """
     if len(costs) % ranks:
         raise ValueError(f"{len(costs)} heads cannot be dealt evenly to {ranks} ranks")
