@@ -63,7 +63,7 @@ def _exchange(costs: Sequence[float], held: list[list[int]]) -> bool:
     where none helps."""
     sums = loads(costs, held)
     most = max(range(len(held)), key=sums.__getitem__)
-    best, places = sums[most], None
+    best, places = sums[most] * (1 - 1e-9), None  # less is rounding, which could go in circles
     for other in range(len(held)):
         for i, mine in enumerate(held[most]):
             for j, theirs in enumerate(held[other]):

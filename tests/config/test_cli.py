@@ -133,6 +133,7 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
         ),
         (["--sequence-parallel"], "--sequence-parallel True: has no effect with --tensor-model-parallel-size 1"),
         (["--shard-caches"], "--shard-caches True: has no effect with --tensor-model-parallel-size 1"),
+        (["--balance-heads"], "--balance-heads True: has no effect with --tensor-model-parallel-size 1"),
         (["--pipeline-partition", "cost"], "--pipeline-partition cost: has no effect without a pipeline"),
         (
             ["--recipe", "enwik8smal"],

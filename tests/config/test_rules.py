@@ -64,6 +64,21 @@ def run(**values: Any) -> RunConfig:
             "--recompute-granularity",
             "--recompute-granularity selective: has no effect with --attention-backend eager, which keeps",
         ),
+        (
+            {"adaptive_span": False, "tensor_model_parallel_size": 2, "balance_heads": True},
+            "--balance-heads",
+            "--balance-heads True: has no effect where every head costs the same: with --no-adaptive-span or",
+        ),
+        (
+            {"span_normalization": "window", "tensor_model_parallel_size": 2, "balance_heads": True},
+            "--balance-heads",
+            "--balance-heads True: has no effect where every head costs the same: with --no-adaptive-span or",
+        ),
+        (
+            {"attention_backend": "eager", "tensor_model_parallel_size": 2, "balance_heads": True},
+            "--balance-heads",
+            "--balance-heads True: has no effect with --attention-backend eager, for which every head costs",
+        ),
         ({"save_interval": 5}, "--save-interval", "--save-interval 5: has no effect without --save"),
     ],
 )
@@ -89,6 +104,14 @@ def test_the_same_flags_are_accepted_where_they_act() -> None:
     }
     config = run(lr_decay_style="linear", min_lr=1e-5, lr_decay_iters=50, save="d", save_interval=5)
     check_run(config, frozenset(flags | {"--save-interval"}))
+
+
+def test_heads_that_are_read_side_by_side_are_not_balanced() -> None:
+    """Whether a recipe says so or the command line."""
+    values = {"tensor_model_parallel_size": 2, "balance_heads": True}
+    check_run(run(variant="head-split", **values), frozenset({"--balance-heads"}))
+    with pytest.raises(UsageError, match=r"^--balance-heads True: the persistent vectors of --variant single-head"):
+        check_run(run(variant="single-head", **values), frozenset())
 
 
 def test_a_plateau_is_seen_by_evaluations() -> None:
