@@ -13,7 +13,7 @@ from megatron_allattn.config import DataConfig, ModelConfig, OptimizerConfig, Pa
 from megatron_allattn.config.run import CheckpointConfig
 from megatron_allattn.parallel.logical import in_order
 from megatron_allattn.training.loop import train
-from megatron_allattn.training.session import Session, open_session
+from megatron_allattn.training.session import Session, _reach, open_session
 from tests.support.commands import corpus, records
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
@@ -48,6 +48,7 @@ def run_of(data: Path, load: Path | None, save: Path, last: int = LAST, **parall
 
 
 def opened(run: RunConfig, world_size: int) -> Session:
+    """With the processes that tensor and pipeline parallelism leave over for replicas."""
     tensor, pipeline = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
     groups = groups_of(tensor, world_size // tensor // pipeline, pipeline)
     return open_session(run, frozenset(), groups, torch.device("cpu"))
@@ -56,8 +57,9 @@ def opened(run: RunConfig, world_size: int) -> Session:
 def _begin(rank: int, world_size: int, run: RunConfig) -> None:
     """A run whose heads have learned SPANS."""
     session = opened(run, world_size)
-    for z, spans in zip(session.engine.network.span_parameters(), SPANS, strict=True):
-        session.engine._set_master(z, torch.tensor(spans).view(-1, 1, 1))
+    weights = {logical.name: tensor for logical, tensor in session.engine.weights()}
+    weights |= {f"layers.{layer}.span": torch.tensor(spans).view(-1, 1, 1) for layer, spans in enumerate(SPANS)}
+    session.engine.load(weights.__getitem__)
     session.step = BEGUN
     session.save()
 
@@ -73,13 +75,13 @@ def _go_on(rank: int, world_size: int, run: RunConfig) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def begun(data: Path, pools: WorkerPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("begun") / "run"
-    pools(1).run(_begin, run_of(data, None, path))
+    pools(4).run(_begin, run_of(data, None, path))
     return path
 
 
-def go_on(pools: WorkerPools, run: RunConfig, world_size: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """Losses of a run's steps, and what its ranks say."""
-    said = pools(world_size).run(_go_on, run)
+def go_on(pools: WorkerPools, run: RunConfig) -> tuple[list[float], list[dict[str, Any]]]:
+    """Losses of a run's steps, and what its four ranks say."""
+    said = pools(4).run(_go_on, run)
     assert run.checkpoint.save is not None
     return [float(one["loss"]) for one in records(run.checkpoint.save) if one["kind"] == "train"], said
 
@@ -95,7 +97,7 @@ def in_their_order(
     data: Path, begun: Path, pools: WorkerPools, tmp_path_factory: pytest.TempPathFactory
 ) -> list[float]:
     run = run_of(data, begun, tmp_path_factory.mktemp("in_order") / "run", tensor_model_parallel_size=4)
-    losses, said = go_on(pools, run, 4)
+    losses, said = go_on(pools, run)
     assert said[0]["loaded"] == said[0]["ended"] == (in_order(8, 4),) * 4
     return losses
 
@@ -106,7 +108,7 @@ def balanced(
 ) -> tuple[RunConfig, list[float], list[dict[str, Any]]]:
     path = tmp_path_factory.mktemp("balanced") / "run"
     run = run_of(data, begun, path, tensor_model_parallel_size=4, balance_heads=True)
-    return (run, *go_on(pools, run, 4))
+    return (run, *go_on(pools, run))
 
 
 def test_a_balanced_run_has_the_losses_of_one_that_is_not(balanced: Any, in_their_order: list[float]) -> None:
@@ -130,7 +132,7 @@ def test_a_resumed_balanced_run_goes_on_bit_for_bit(
     run, losses, said = balanced
     _copy(run.checkpoint.save / "checkpoints" / folder.step_name(SAVED), tmp_path / "from")
     again = run_of(data, tmp_path / "from", tmp_path / "to", tensor_model_parallel_size=4, balance_heads=True)
-    found, after = go_on(pools, again, 4)
+    found, after = go_on(pools, again)
     assert found == losses[SAVED - BEGUN :]
     assert tensors(tmp_path / "to", LAST) == tensors(run.checkpoint.save, LAST)
     assert after[0]["ended"] == said[0]["ended"]
@@ -144,16 +146,14 @@ def _copy(step_folder: Path, run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel"),
-    [(1, {}), (4, {"tensor_model_parallel_size": 2, "balance_heads": True})],
-    ids=["one process", "tp2-dp2, balanced"],
+    "parallel", [{}, {"tensor_model_parallel_size": 2, "balance_heads": True}], ids=["dp4", "tp2-dp2, balanced"]
 )
 def test_it_resumes_at_another_layout(
-    balanced: Any, data: Path, pools: WorkerPools, tmp_path: Path, world_size: int, parallel: dict[str, Any]
+    balanced: Any, data: Path, pools: WorkerPools, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
     run, losses, _ = balanced
     _copy(run.checkpoint.save / "checkpoints" / folder.step_name(SAVED), tmp_path / "from")
-    found, _ = go_on(pools, run_of(data, tmp_path / "from", tmp_path / "to", **parallel), world_size)
+    found, _ = go_on(pools, run_of(data, tmp_path / "from", tmp_path / "to", **parallel))
     assert found == pytest.approx(losses[SAVED - BEGUN :], rel=1e-6)
 
 
@@ -161,7 +161,7 @@ def test_the_first_checkpoint_is_the_same_to_the_byte(data: Path, pools: WorkerP
     """Heads that have learned nothing stay in their order, so that nothing differs yet."""
     for name, wanted in (("off", False), ("on", True)):
         run = run_of(data, None, tmp_path / name, 1, tensor_model_parallel_size=4, balance_heads=wanted)
-        go_on(pools, run, 4)
+        go_on(pools, run)
     assert tensors(tmp_path / "on", 1) == tensors(tmp_path / "off", 1)
 
 
@@ -172,14 +172,14 @@ def test_layers_are_cut_by_the_spans_of_the_checkpoint(
     found = {}
     for partition in ("cost", "current-cost"):
         run = run_of(data, begun, tmp_path / partition, pipeline_model_parallel_size=2, pipeline_partition=partition)
-        losses, said = go_on(pools, run, 2)
+        losses, said = go_on(pools, run)
         found[partition] = losses, [rank["layers"] for rank in said]
-    assert found["cost"][1] == [2, 2] and found["current-cost"][1] == [3, 1]
+    assert found["cost"][1] == [2, 2, 2, 2] and found["current-cost"][1] == [3, 3, 1, 1]
     assert found["cost"][0][0] == found["current-cost"][0][0]
     assert found["cost"][0] == pytest.approx(found["current-cost"][0], rel=1e-6)
 
 
-def test_a_run_from_the_start_has_no_other_spans(data: Path, pools: WorkerPools, tmp_path: Path) -> None:
-    run = run_of(data, None, tmp_path / "run", 1, pipeline_model_parallel_size=2, pipeline_partition="current-cost")
-    run = replace(run, checkpoint=CheckpointConfig())
-    assert [rank["layers"] for rank in pools(2).run(_go_on, run)] == [2, 2]
+def test_a_run_that_begins_is_cut_by_the_spans_of_its_start(data: Path, tmp_path: Path) -> None:
+    run = run_of(data, None, tmp_path, pipeline_model_parallel_size=2, pipeline_partition="current-cost")
+    assert _reach(run, None) == [[33] * 8] * 4
+    assert _reach(replace(run, model=replace(MODEL, adaptive_span=False)), None) == [[512] * 8] * 4
