@@ -16,7 +16,7 @@ import torch
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.config import ModelConfig, RunConfig, UsageError, check_vocabulary, usage_error
+from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
@@ -31,8 +31,7 @@ from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
-from megatron_allattn.model.partition import stage_parts
-from megatron_allattn.model.span import look_back, window_length
+from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
@@ -188,7 +187,7 @@ def build_engine(
     run: RunConfig, vocab_size: int, groups: Groups, device: torch.device, fused: FusedOps, attend: Attend
 ) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands."""
-    parts = stage_parts(run.parallel, run.model, vocab_size, _first_reach(run.model), run.training.seq_length)
+    parts = stage_parts(run.parallel, run.model, vocab_size, first_reach(run.model), run.training.seq_length)
     part = parts[groups.pipeline.rank]
     recompute, sequence_parallel = run.training.recompute_granularity, run.parallel.sequence_parallel
     network = Network(
@@ -197,13 +196,6 @@ def build_engine(
     initialize(network, run.training.seed)
     engine = PipelineEngine if len(parts) > 1 else DeepSpeedEngine
     return engine(network, run, groups, device, _precision(run), fused)
-
-
-def _first_reach(model: ModelConfig) -> list[list[int]]:
-    """How far the heads of every layer look as training starts."""
-    longest, ramp = model.max_attention_span, model.span_ramp
-    reach = look_back(0.0, window_length(0.0, longest, ramp), longest, ramp) if model.adaptive_span else longest
-    return [[reach] * model.num_context_heads for _ in range(model.num_layers)]
 
 
 def _precision(run: RunConfig) -> torch.dtype:
