@@ -14,6 +14,7 @@ from megatron_allattn.config import usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.model.parameter_groups import parameter_groups
 from megatron_allattn.model.traffic import DOUBLE, FLOAT, Place
+from megatron_allattn.model.traffic_weights import enter_weights
 from megatron_allattn.parallel.layout import padded_share
 from megatron_allattn.parallel.ledger import Ledger
 
@@ -105,7 +106,7 @@ def _clips_tensors(place: Place) -> bool:
 
 
 def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
-    """Enter a step's messages from the reduction of gradients on, but for ZeRO 3's weights."""
+    """Enter a step's messages from the reduction of gradients on, and whenever ZeRO 3 gathers weights."""
     stage, groups = settings["stage"], optimizer_groups(place)
     if place.layout.pipeline_size > 1:
         _enter_tied(ledger, place)
@@ -121,6 +122,7 @@ def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None
         ledger.add("data", "all_reduce", FLAG)
         ledger.add("replica" if place.layout.pipeline_size > 1 else "tensor", "all_reduce", FLAG)
     if stage == 3:
+        enter_weights(ledger, place, settings)
         number = DOUBLE if settings["offload_optimizer"] is None else FLOAT
         parts = sum(_sub_groups(group, place.layout.data_size, settings["sub_group_size"]) for group in groups)
         ledger.add("data", "all_reduce", parts * number, parts)

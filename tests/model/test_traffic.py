@@ -1,17 +1,20 @@
 """What a step sends: recorded on every rank = predicted without processes, every message and byte; and by hand."""
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_allattn.config import ModelConfig, Recompute, RunConfig
+from megatron_allattn.config import ModelConfig, Recompute, RunConfig, UsageError
 from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.blocked import Blocked
 from megatron_allattn.model.accounting import step_traffic
 from megatron_allattn.model.network import Part
 from megatron_allattn.model.partition import by_hand, cut
-from megatron_allattn.parallel.ledger import Messages
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.ledger import Messages, groups_by_name
 from megatron_allattn.parallel.recorder import Recorder
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import OPTIMIZERS, Case, build, run_config
@@ -41,13 +44,17 @@ class Trained:
     recompute: Recompute = "none"
     backend: str = "blocked"
     clip: bool = True
+    file: Path | None = None  # a DeepSpeed JSON
 
     @property
     def run(self) -> RunConfig:
         run = run_config(self.layout, self.model, STREAMS, BLOCK)
+        parallel = replace(run.parallel, deepspeed_config=self.file)
         training = replace(run.training, recompute_granularity=self.recompute, attention_backend=self.backend)
         optimizer = OPTIMIZERS[self.layout.optimizer]
-        return replace(run, training=training, optimizer=optimizer if self.clip else replace(optimizer, clip_grad=0.0))
+        if not self.clip:
+            optimizer = replace(optimizer, clip_grad=0.0)
+        return replace(run, parallel=parallel, training=training, optimizer=optimizer)
 
     @property
     def parts(self) -> list[Part]:
@@ -110,13 +117,89 @@ def deepspeed(tensor: int = 1, data: int = 1, zero: int = 0, pipeline: int = 1, 
     return Case(tensor, data, zero, pipeline=pipeline, engine="deepspeed", **options)
 
 
+def zero_file(folder: Path, stage: int, **options: int) -> Path:
+    """A DeepSpeed JSON with limits so small that a tiny network meets them."""
+    zero = {"stage": stage, "memory_efficient_linear": False} if stage == 3 else {"stage": stage}
+    file = folder / "zero.json"
+    file.write_text(json.dumps({"zero_allow_untested_optimizer": True, "zero_optimization": zero | options}))
+    return file
+
+
+TIED = replace(MODEL, untie_embeddings_and_output_weights=False)
+ADAPTIVE = replace(MODEL, adaptive_cutoffs="20,50", adaptive_div_value=2)
+ADAPTIVE_TIED = replace(ADAPTIVE, untie_embeddings_and_output_weights=False)
+VARIANTS = [
+    replace(MODEL, variant=variant, **({"persistent_memory_size": 0, "feed_forward_size": 16} if feeds else {}))
+    for variant, feeds in (
+        ("attn-split", False),
+        ("head-split", False),
+        ("single-head", False),
+        ("ff-attn", True),
+        ("transformer", True),
+    )
+]
+
 FAST = [
-    Trained(deepspeed(tensor=2)),
-    Trained(deepspeed(data=2)),
-    Trained(deepspeed(data=2, optimizer="adam")),
+    Trained(deepspeed(tensor=2, accumulation=2)),
+    Trained(deepspeed(tensor=2, sequence=True, shard_caches=True, optimizer="adam"), ADAPTIVE_TIED),
+    Trained(deepspeed(data=2, zero=1, dtype="bfloat16")),
+    Trained(deepspeed(data=2, zero=2, accumulation=2, optimizer="adam")),
+    Trained(deepspeed(data=2, zero=3)),
+    Trained(deepspeed(pipeline=2, accumulation=4, zero=1, layers=(1, 4)), TIED),
+    Trained(deepspeed(tensor=2, pipeline=2, accumulation=2, optimizer="adam")),
 ]
 
 
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_some_layouts(case: Trained, pools: WorkerPools) -> None:
     check(pools, case)
+
+
+def test_by_hand() -> None:
+    """One all-reduce for each layer and direction, and one more of positions, in each micro-batch (docs/traffic.md)."""
+    case = Trained(deepspeed(tensor=2, accumulation=2, optimizer="adam"))
+    hidden, rows = 4 * 16 * 32 * 4, 4 * 16 * 4  # B·M·D and B·M, in bytes
+    forward, backward = (1 + 5) * hidden + rows + 2 * rows, (5 + 1) * hidden + 8 * 96 * 4
+    assert step_traffic(case.run, VOCABULARY, 2).entries == {
+        ("tensor", "all_reduce"): Messages(2 * (6 + 2 + 6 + 1) + 1, 2 * (forward + backward) + 8),  # 8 of the norm
+        ("tensor", "all_gather"): Messages(1, 5 * 4 * 4),  # spans
+    }
+
+
+def test_replicas_by_hand() -> None:
+    """A float32 replica without ZeRO: all gradients once, the loss, and with one clip for each tensor nothing more."""
+    case = Trained(deepspeed(data=2))
+    layer = 4 * 32 * 32 + 2 * 32 + 4 + 2 * 4 * 8 * 12
+    elements = 2 * 101 * 32 + 101 + 8 * 96 + 5 * layer
+    assert step_traffic(case.run, VOCABULARY, 2, 1).entries == {("data", "all_reduce"): Messages(2, 4 * elements + 8)}
+
+
+def test_sixty_four_ranks_without_any() -> None:
+    """Ranks of a group say the same of it, and as much is received as sent."""
+    layout = Layout(tensor_size=4, data_size=4, pipeline_size=4)
+    case = Trained(deepspeed(tensor=4, data=4, pipeline=4, zero=1, accumulation=2, dtype="bfloat16"))
+    ledgers = [step_traffic(case.run, VOCABULARY, 64, rank, parts=case.parts).entries for rank in range(64)]
+    for rank, entries in enumerate(ledgers):
+        named = groups_by_name(layout, rank)
+        for (group, operation), messages in entries.items():
+            if operation not in ("send", "recv") and group in ("data", "replica", "world"):
+                others = [ledgers[other].get((group, operation)) for other in named[group]]
+                assert set(others) == {messages}, f"rank {rank}, {group} {operation}"
+    totals = [
+        sum((entries.get(("pipeline", operation), Messages()) for entries in ledgers), Messages())
+        for operation in ("send", "recv")
+    ]
+    assert totals[0] == totals[1] and totals[0].count > 0
+
+
+def test_caches_must_be_known() -> None:
+    case = Trained(deepspeed(tensor=2, shard_caches=True))
+    with pytest.raises(ValueError, match="5 layers need one each"):
+        step_traffic(case.run, VOCABULARY, 2)
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    file = zero_file(tmp_path, 2, zero_quantized_gradients=True)
+    case = Trained(deepspeed(data=2, zero=2), file=file)
+    with pytest.raises(UsageError, match="zero_quantized_gradients: its traffic cannot be predicted"):
+        step_traffic(case.run, VOCABULARY, 2)
