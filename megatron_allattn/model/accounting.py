@@ -149,8 +149,8 @@ def step_traffic(
     """The messages that a rank exchanges in a training step with DeepSpeed, by group and operation: those of
     `Engine.spans`, `forward_backward` and `update` together.
 
-    Of a step of a run that is under way: DeepSpeed sends more in the first two micro-batches, and in the first after an
-    evaluation (pipelines and ZeRO 3). Evaluations and checkpoints are not included.
+    Of a step of a run that is under way: DeepSpeed sends more in the first two micro-batches, and ZeRO 3 gathers
+    weights at other times after an evaluation. Evaluations and checkpoints are not included.
 
     Args:
         cache_lengths: with shared caches, how many positions the cache of every layer has that the step reads.

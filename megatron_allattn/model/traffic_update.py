@@ -14,6 +14,7 @@ from megatron_allattn.config import usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.model.parameter_groups import parameter_groups
 from megatron_allattn.model.traffic import DOUBLE, FLOAT, Place
+from megatron_allattn.model.traffic_order import gradient_order
 from megatron_allattn.model.traffic_weights import enter_weights
 from megatron_allattn.parallel.layout import padded_share
 from megatron_allattn.parallel.ledger import Ledger
@@ -157,8 +158,10 @@ def _enter_gradients(ledger: Ledger, place: Place, settings: dict[str, Any], gro
         for numel in _emptied((one.numel() for one in place.network.parameters()), WHOLE_BUCKET):
             ledger.add("data", "all_reduce", numel * place.element)
         return
-    order = gradients.values() if stage == 1 else [gradients[one] for one in backward_order(place)]
-    for bucket in buckets(order, limit):
+    order = list(gradients)
+    if stage > 1:
+        order = gradient_order(place.network, eager=place.run.training.attention_backend == "eager")
+    for bucket in buckets([gradients[one] for one in order], limit):
         if stage == 3:
             padded = sum(padded_share(one.numel, parts) * parts for one in bucket)
             ledger.add("data", "reduce_scatter", times * padded * place.element, times)
@@ -191,11 +194,6 @@ def buckets(gradients: Iterable[Gradient], limit: int) -> list[list[Gradient]]:
         filled[-1].append(gradient)
         room -= gradient.numel
     return filled
-
-
-def backward_order(place: Place) -> list[nn.Parameter]:
-    """Parameters in the order of a backward pass, as far as it is known: that of the network, reversed."""
-    return list(reversed(list(place.network.parameters())))
 
 
 def _sub_groups(group: ParameterGroup, parts: int, size: int) -> int:

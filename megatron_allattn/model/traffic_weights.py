@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from megatron_allattn.model.attention import SelfAttention
 from megatron_allattn.model.block import Block
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.persistent import PersistentMemory
 from megatron_allattn.model.position import PositionEmbedding
 from megatron_allattn.model.span import AdaptiveSpan
 from megatron_allattn.model.traffic import Place
+from megatron_allattn.model.traffic_order import called
 from megatron_allattn.parallel.adaptive import AdaptiveEmbedding
 from megatron_allattn.parallel.layout import padded_share
 from megatron_allattn.parallel.ledger import Ledger
@@ -49,20 +49,10 @@ def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> Non
         ledger.add("data", "all_gather", size * place.element)
 
 
-def _called(module: nn.Module) -> Iterable[nn.Module]:
-    """What a module calls, in order."""
-    if isinstance(module, SelfAttention):
-        return [one for one in (module.span, getattr(module, "persistent", None), module.out) if one is not None]
-    if isinstance(module, Network):
-        every = [module.embedding, module.position, *module.layers, module.output]
-        return [one for one in every if one is not None]
-    return module.children()
-
-
 def _events(module: nn.Module) -> Iterator[Event]:
     """A forward pass."""
     yield "begin", module
-    for one in _called(module):
+    for one in called(module):
         yield from _events(one)
     yield "end", module
 

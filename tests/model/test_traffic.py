@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,75 @@ FAST = [
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_some_layouts(case: Trained, pools: WorkerPools) -> None:
     check(pools, case)
+
+
+ALL = [
+    *(
+        Trained(deepspeed(data=data, zero=zero, accumulation=accumulation, optimizer=optimizer, dtype=dtype))
+        for data, zero, (accumulation, optimizer, dtype) in product(
+            (2, 4), range(4), ((1, "adagrad", "float32"), (2, "adam", "float32"), (2, "adagrad", "bfloat16"))
+        )
+    ),
+    *(
+        Trained(deepspeed(2, zero=1, sequence=sequence, shard_caches=shard, dtype=dtype), model, recompute)
+        for sequence, shard, recompute, (model, dtype) in product(
+            (False, True),
+            (False, True),
+            ("none", "selective", "full"),
+            ((MODEL, "bfloat16"), (ADAPTIVE, "float32")),
+        )
+    ),
+    Trained(deepspeed(4, zero=1, sequence=True, shard_caches=True, dtype="bfloat16"), ADAPTIVE_TIED),
+    Trained(deepspeed(4, accumulation=2)),
+    *(Trained(deepspeed(tensor=2, sequence=sequence), model) for sequence in (False, True) for model in VARIANTS),
+    *(Trained(deepspeed(tensor=2, zero=zero), model) for zero in (0, 1) for model in (TIED, ADAPTIVE, ADAPTIVE_TIED)),
+    Trained(deepspeed(tensor=2, sequence=True, shard_caches=True), backend="eager"),
+    Trained(deepspeed(tensor=2, shard_caches=True), recompute="full", backend="eager"),
+    Trained(deepspeed(tensor=2), replace(MODEL, adaptive_span=False)),
+    Trained(deepspeed(tensor=2, data=2, zero=1), clip=False),
+    *(
+        Trained(deepspeed(tensor, data, zero, pipeline, accumulation=2, dtype=dtype, sequence=sequence), model)
+        for (tensor, data, pipeline), (zero, dtype, model), sequence in product(
+            ((1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2), (2, 1, 4)),
+            ((0, "float32", MODEL), (1, "float32", TIED), (1, "bfloat16", ADAPTIVE_TIED)),
+            (False, True),
+        )
+        if tensor > 1 or not sequence
+    ),
+    Trained(deepspeed(2, 2, 1, 2, sequence=True, shard_caches=True, accumulation=2, layers=(4, 1)), TIED, "full"),
+    *(Trained(deepspeed(2, 2, zero, sequence=True, shard_caches=True, accumulation=2)) for zero in (2, 3)),
+    Trained(deepspeed(data=2, zero=2), file=Path("zero2-offload.json")),
+    Trained(deepspeed(data=2, zero=3, accumulation=2), file=Path("zero3-offload.json")),
+]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_all_layouts(case: Trained, pools: WorkerPools) -> None:
+    check(pools, case)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("model", [MODEL, TIED, ADAPTIVE, ADAPTIVE_TIED, *VARIANTS], ids=lambda model: model.variant)
+@pytest.mark.parametrize("limit", [700, 2300])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_many_buckets(zero: int, limit: int, model: ModelConfig, pools: WorkerPools, tmp_path: Path) -> None:
+    file = zero_file(tmp_path, zero, reduce_bucket_size=limit)
+    check(pools, Trained(deepspeed(data=2, zero=zero, optimizer="adam"), model, file=file))
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [MODEL, ADAPTIVE_TIED, *VARIANTS], ids=lambda model: model.variant)
+@pytest.mark.parametrize(
+    ("small", "ahead", "again"), [(100, 10**6, 10**6), (100, 3000, 5000), (0, 1000, 2000), (0, 0, 0)]
+)
+def test_weights_that_come_and_go(
+    small: int, ahead: int, again: int, model: ModelConfig, recompute: Recompute, pools: WorkerPools, tmp_path: Path
+) -> None:
+    limits = {"param_persistence_threshold": small, "prefetch_bucket_size": ahead, "max_reuse_distance": again}
+    file = zero_file(tmp_path, 3, **{f"stage3_{name}": limit for name, limit in limits.items()})
+    check(pools, Trained(deepspeed(data=2, zero=3, accumulation=2), model, recompute, file=file))
 
 
 def test_by_hand() -> None:
