@@ -2,7 +2,8 @@
 follow it, and the weights that ZeRO 3 gathers.
 
 Autograd goes through its nodes from the last that was made to the first, and a gradient is complete after the node that
-has used its parameter first. Parameters of one node come in the order of its arguments.
+has used its parameter first. Parameters of one node come in the order of its arguments, unless there are many (autograd
+has a heap of what is ready): those of an adaptive output, whose buckets may hence be one more or one less than is said.
 """
 
 from collections.abc import Iterable, Iterator

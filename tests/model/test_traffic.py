@@ -203,7 +203,7 @@ def test_all_layouts(case: Trained, pools: WorkerPools) -> None:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("model", [MODEL, TIED, ADAPTIVE, ADAPTIVE_TIED, *VARIANTS], ids=lambda model: model.variant)
+@pytest.mark.parametrize("model", [MODEL, TIED, *VARIANTS], ids=lambda model: model.variant)
 @pytest.mark.parametrize("limit", [700, 2300])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_many_buckets(zero: int, limit: int, model: ModelConfig, pools: WorkerPools, tmp_path: Path) -> None:
