@@ -1,4 +1,4 @@
-"""How large a model is: its parameters, and the memory that a rank needs to train it."""
+"""How large a model is: its parameters, the memory that a rank needs to train it, and what the rank sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,14 @@ from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model import activations
 from megatron_allattn.model.activations import FLOAT
-from megatron_allattn.model.network import Network
+from megatron_allattn.model.network import Network, Part
+from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import cache_length
+from megatron_allattn.model.traffic import Place, enter_passes
+from megatron_allattn.model.traffic_update import enter_update, zero_settings
 from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,44 @@ def step_phases(
         phases["average"] = always + 3 * total
     phases["update"] = always + total + _update_elements(network, run)
     return {phase: elements * FLOAT for phase, elements in phases.items()}
+
+
+def step_traffic(
+    run: RunConfig,
+    vocab_size: int,
+    world_size: int,
+    rank: int = 0,
+    *,
+    cache_lengths: Sequence[int] = (),
+    tail_targets: int = 0,
+    parts: Sequence[Part] | None = None,
+) -> Ledger:
+    """The messages that a rank exchanges in a training step with DeepSpeed, by group and operation: those of
+    `Engine.spans`, `forward_backward` and `update` together.
+
+    Of a step of a run that is under way: DeepSpeed sends more in the first two micro-batches, and ZeRO 3 gathers
+    weights at other times after an evaluation. Evaluations and checkpoints are not included.
+
+    Args:
+        cache_lengths: with shared caches, how many positions the cache of every layer has that the step reads.
+        tail_targets: with an adaptive softmax, how many of this replica's targets in the step are in a cluster after
+            the first.
+        parts: what every stage of a pipeline holds, by default as a new run deals the layers.
+
+    Raises UsageError for a DeepSpeed JSON whose traffic is not known.
+    """
+    if run.parallel.shard_caches and len(cache_lengths) != run.model.num_layers:
+        raise ValueError(f"cache_lengths {list(cache_lengths)}: {run.model.num_layers} layers need one each")
+    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    layout = Layout.from_world(world_size, *sizes)
+    if parts is None:
+        reach = first_reach(run.model)
+        parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
+    place = Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
+    ledger = Ledger(layout, rank)
+    enter_passes(ledger, place, cache_lengths, tail_targets)
+    enter_update(ledger, place, zero_settings(place))
+    return ledger
 
 
 def _parts(

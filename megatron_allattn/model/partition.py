@@ -5,6 +5,7 @@ from functools import cache
 
 from megatron_allattn.config import ModelConfig, ParallelConfig
 from megatron_allattn.model.network import Part, logical_tensors
+from megatron_allattn.model.span import look_back, window_length
 from megatron_allattn.model.work import layer_flops, vocabulary_flops
 
 
@@ -23,6 +24,13 @@ def stage_parts(
     if parallel.pipeline_partition == "parameters":
         return cut(*_weights(model, vocab_size), stages)
     return cut(*_work(model, vocab_size, reach, tokens), stages)
+
+
+def first_reach(model: ModelConfig) -> list[list[int]]:
+    """How far the heads of every layer look as training starts."""
+    longest, ramp = model.max_attention_span, model.span_ramp
+    reach = look_back(0.0, window_length(0.0, longest, ramp), longest, ramp) if model.adaptive_span else longest
+    return [[reach] * model.num_context_heads for _ in range(model.num_layers)]
 
 
 def _weights(model: ModelConfig, vocab_size: int) -> tuple[list[float], float, float]:

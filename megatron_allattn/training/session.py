@@ -32,7 +32,7 @@ from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
-from megatron_allattn.model.partition import stage_parts
+from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import layers_look_back
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
@@ -217,13 +217,10 @@ def build_engine(
 
 def _reach(run: RunConfig, step_folder: Path | None) -> list[list[int]]:
     """How far the heads of every layer look, for dealing layers to stages: as training starts, or in a checkpoint."""
-    model = run.model
-    if not model.adaptive_span:
-        return [[model.max_attention_span] * model.num_context_heads for _ in range(model.num_layers)]
-    z = torch.zeros(model.num_layers, model.num_context_heads)
-    if step_folder is not None and run.parallel.pipeline_partition == "current-cost":
-        z = saved_spans(step_folder, model)
-    return layers_look_back(z, model.max_attention_span, model.span_ramp)
+    model, current = run.model, run.parallel.pipeline_partition == "current-cost"
+    if step_folder is None or not (current and model.adaptive_span):
+        return first_reach(model)
+    return layers_look_back(saved_spans(step_folder, model), model.max_attention_span, model.span_ramp)
 
 
 def _precision(run: RunConfig) -> torch.dtype:

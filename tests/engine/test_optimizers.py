@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from megatron_allattn.config import ModelConfig
-from megatron_allattn.engine.optimizers import Adagrad, Adam, clip_gradients, gradient_norm, parameter_groups
+from megatron_allattn.engine.optimizers import Adagrad, Adam, clip_gradients, gradient_norm
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
+from megatron_allattn.model.parameter_groups import parameter_groups
 from megatron_allattn.parallel.groups import ALONE, Group
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of

@@ -1,0 +1,161 @@
+"""When ZeRO 3 gathers weights over the data group: what DeepSpeed 0.19.8's coordinator does, step by step.
+
+A module's weights are gathered before it runs, forward and backward, unless they are there; so are those of the modules
+after it, in the order of earlier micro-batches, up to a number of elements. When it is over they are given up, unless
+they are needed again within a number of elements, or are small: small ones are given up for the update only, and then
+gathered one by one. The order of modules follows from the network: autograd goes through its nodes from the last that
+was made to the first, so that in backward weights are fetched as modules have ended, and given up as they have begun.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from megatron_allattn.model.block import Block
+from megatron_allattn.model.network import Network
+from megatron_allattn.model.persistent import PersistentMemory
+from megatron_allattn.model.position import PositionEmbedding
+from megatron_allattn.model.span import AdaptiveSpan
+from megatron_allattn.model.traffic import Place
+from megatron_allattn.model.traffic_order import called
+from megatron_allattn.parallel.adaptive import AdaptiveEmbedding
+from megatron_allattn.parallel.layout import padded_share
+from megatron_allattn.parallel.ledger import Ledger
+from megatron_allattn.parallel.vocabulary import VocabularyParallelEmbedding
+
+_PREFETCH = "stage3_prefetch_bucket_size"
+_WITHOUT_GRADIENT = (Network, VocabularyParallelEmbedding, AdaptiveEmbedding)  # of what they are given
+_WITHOUT_INPUT = (PositionEmbedding, AdaptiveSpan, PersistentMemory)
+Event = tuple[Literal["begin", "end"], nn.Module]
+Act = tuple[Literal["fetch", "release"], nn.Module]
+
+
+def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
+    """Enter what a step gathers; settings: of `zero_settings`."""
+    network, parts = place.network, place.layout.data_size
+    small = [one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]]
+    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
+    coordinator = _Coordinator(acts, set(small), settings)
+    spans = network.span_parameters()  # read before the step, one by one, and given up again
+    gathered = [[one] for one in spans if one not in coordinator.there]
+    coordinator.there -= set(spans)
+    for _ in range(place.slots):
+        gathered += coordinator.micro_batch()
+    gathered += [[one] for one in small]  # after the update
+    for weights in gathered:
+        size = sum(padded_share(one.numel(), parts) * parts for one in weights)
+        ledger.add("data", "all_gather", size * place.element)
+
+
+def _events(module: nn.Module) -> Iterator[Event]:
+    """A forward pass."""
+    yield "begin", module
+    for one in called(module):
+        yield from _events(one)
+    yield "end", module
+
+
+def _forward(events: Iterable[Event]) -> Iterator[Act]:
+    for event, module in events:
+        yield ("fetch", module) if event == "begin" else ("release", module)
+
+
+def _acts(network: Network, *, recompute: bool) -> Iterator[Act]:
+    """What the coordinator does in a micro-batch. recompute: layers are computed again, once backward comes to the
+    last norm of each."""
+    events = list(_events(network))
+    yield from _forward(events)
+    for place in range(len(events) - 1, -1, -1):
+        event, module = events[place]
+        if event == "end":
+            for _ in range(2 if isinstance(module, PersistentMemory) else 1):  # for each output
+                yield "fetch", module
+            after, around = events[min(place + 1, len(events) - 1)]
+            if recompute and after == "end" and isinstance(around, Block) and around is not module:
+                yield from _forward(list(_events(around))[1:-1])
+        elif not isinstance(module, _WITHOUT_GRADIENT + _WITHOUT_INPUT):
+            yield "release", module
+
+
+class _Coordinator:
+    """DeepSpeed's `PartitionedParameterCoordinator`, as far as it decides what is gathered when; `acts` are those of
+    every micro-batch. `there`: the weights that are whole."""
+
+    def __init__(self, acts: Sequence[Act], small: set[nn.Parameter], settings: dict[str, Any]) -> None:
+        self._acts, self._small, self._settings = acts, small, settings
+        self._fetched = [module for act, module in acts if act == "fetch"]
+        self.there = set(small)
+        self._kept: dict[tuple[nn.Module, int], set[nn.Parameter]] = {}  # what is not given up, as first decided
+
+    def micro_batch(self) -> Iterator[list[nn.Parameter]]:
+        """What is gathered, message by message."""
+        self._queue = deque((one, step) for step, module in enumerate(self._fetched) for one in _own(module))
+        self._last = defaultdict[nn.Parameter, int](lambda: -1)  # for which step a weight has been looked at
+        self._users = defaultdict[nn.Parameter, set[nn.Module]](set)
+        self._numel = self._step = 0
+        for act, module in self._acts:
+            if act == "fetch":
+                yield from self._fetch(module)
+            else:
+                self._release(module)
+        self._give_up(one for one in list(self.there) if one in self._users)
+
+    def _fetch(self, module: nn.Module) -> Iterator[list[nn.Parameter]]:
+        needed = _own(module)
+        yield from self._gather(needed)
+        for one in needed:
+            self._users[one].add(module)
+        for _ in range(sum(self._last[one] < self._step for one in needed)):
+            self._look_at()
+        room = min(self._settings["stage3_max_live_parameters"] - self._numel, self._settings[_PREFETCH])
+        ahead: dict[nn.Parameter, None] = {}
+        while self._queue and sum(one.numel() for one in ahead) < room:
+            one = self._look_at()
+            if one not in self.there:
+                ahead[one] = None
+        yield from self._gather(list(ahead))
+        self._step += 1
+
+    def _look_at(self) -> nn.Parameter:
+        """The next weight of the queue."""
+        one, step = self._queue.popleft()
+        self._last[one] = max(self._last[one], step)
+        return one
+
+    def _gather(self, weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        missing = [one for one in weights if one not in self.there]
+        self.there.update(missing)
+        self._numel += sum(one.numel() for one in missing)
+        if missing:
+            yield missing
+
+    def _release(self, module: nn.Module) -> None:
+        own, key = _own(module), (module, self._step)
+        if key not in self._kept:
+            self._kept[key] = self._needed_again(own)
+        for one in own:
+            self._users[one].discard(module)
+        self._give_up(one for one in own if one not in self._kept[key] and not self._users[one])
+
+    def _give_up(self, weights: Iterable[nn.Parameter]) -> None:
+        for one in weights:
+            if one in self.there and one not in self._small:
+                self.there.remove(one)
+                self._numel -= one.numel()
+
+    def _needed_again(self, own: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+        """Those that were looked at for a later step, or that modules soon need."""
+        again = {one for one in own if self._last[one] > self._step}
+        passed = 0
+        for module in self._fetched[self._step :]:
+            if passed >= self._settings["stage3_max_reuse_distance"]:
+                break
+            again.update(_own(module))
+            passed += sum(one.numel() for one in _own(module))
+        return again
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))

@@ -1,0 +1,275 @@
+"""What a step sends: recorded on every rank = predicted without processes, every message and byte; and by hand."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_allattn.config import ModelConfig, Recompute, RunConfig, UsageError
+from megatron_allattn.kernels import eager
+from megatron_allattn.kernels.blocked import Blocked
+from megatron_allattn.model.accounting import step_traffic
+from megatron_allattn.model.network import Part
+from megatron_allattn.model.partition import by_hand, cut
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.ledger import Messages, groups_by_name
+from megatron_allattn.parallel.recorder import Recorder
+from tests.support.pool import WorkerPools
+from tests.support.trajectories import OPTIMIZERS, Case, build, run_config
+
+VOCABULARY, STREAMS, BLOCK = 101, 8, 16
+MODEL = ModelConfig(
+    num_layers=5,
+    hidden_size=32,
+    num_attention_heads=4,
+    persistent_memory_size=12,
+    max_attention_span=96,
+    adaptive_span=True,
+    span_loss=1e-4,
+    span_ramp=8,
+    attention_dropout=0.2,
+    embedding_dropout=0.1,
+)
+WARM_UP = 7  # steps: caches are full, and DeepSpeed has recorded what it records
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layout and what else the messages depend on."""
+
+    layout: Case
+    model: ModelConfig = MODEL
+    recompute: Recompute = "none"
+    backend: str = "blocked"
+    clip: bool = True
+    file: Path | None = None  # a DeepSpeed JSON
+
+    @property
+    def run(self) -> RunConfig:
+        run = run_config(self.layout, self.model, STREAMS, BLOCK)
+        parallel = replace(run.parallel, deepspeed_config=self.file)
+        training = replace(run.training, recompute_granularity=self.recompute, attention_backend=self.backend)
+        optimizer = OPTIMIZERS[self.layout.optimizer]
+        if not self.clip:
+            optimizer = replace(optimizer, clip_grad=0.0)
+        return replace(run, parallel=parallel, training=training, optimizer=optimizer)
+
+    @property
+    def parts(self) -> list[Part]:
+        case, count = self.layout, self.model.num_layers
+        return by_hand(case.layers, count) if case.layers else cut([1.0] * count, 0.0, 0.0, case.pipeline)
+
+    def __str__(self) -> str:
+        variant = "" if self.model == MODEL else f"-{self.model.variant}"
+        return f"{self.layout}{variant}-{self.recompute}-{self.backend}{'' if self.clip else '-unclipped'}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    entries: dict[tuple[str, str], Messages]
+    cache_lengths: list[int]
+    tail_targets: int
+
+
+def record(rank: int, world_size: int, case: Trained) -> Recorded:
+    """The messages of one step, on this rank, and what they depend on beside the configuration."""
+    attend = {"eager": eager.attend, "blocked": Blocked(None)}[case.backend]
+    engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
+    rng = np.random.default_rng(5)
+    recorder = Recorder(engine.groups.layout, rank)
+    for step in range(1, WARM_UP + 2):
+        text = rng.integers(VOCABULARY, size=(STREAMS, BLOCK + 1))
+        own = text[engine.streams.start : engine.streams.stop]
+        lengths = [0] * case.model.num_layers
+        for layer in engine.network.part.layers:
+            lengths[layer] = engine.slots[0]._current[layer - engine.network.part.layers.start].shape[1]
+
+        def train(step: int = step, own: np.ndarray = own) -> None:
+            engine.train_step(own[:, :-1], own[:, 1:], step, 1e-3, engine.spans())
+
+        if step <= WARM_UP:
+            train()
+            continue
+        with recorder:
+            train()
+    tails = int((own[:, 1:] >= case.model.cutoffs[0]).sum()) if case.model.cutoffs else 0
+    return Recorded(recorder.ledger.entries, lengths, tails)
+
+
+def check(pools: WorkerPools, case: Trained) -> None:
+    size = case.layout.world_size
+    for rank, found in enumerate(pools(size).run(record, case, timeout=120)):
+        expected = step_traffic(
+            case.run,
+            VOCABULARY,
+            size,
+            rank,
+            cache_lengths=found.cache_lengths,
+            tail_targets=found.tail_targets,
+            parts=case.parts,
+        )
+        assert found.entries == expected.entries, f"rank {rank}"
+
+
+def deepspeed(tensor: int = 1, data: int = 1, zero: int = 0, pipeline: int = 1, **options) -> Case:
+    return Case(tensor, data, zero, pipeline=pipeline, engine="deepspeed", **options)
+
+
+def zero_file(folder: Path, stage: int, **options: int) -> Path:
+    """A DeepSpeed JSON with limits so small that a tiny network meets them."""
+    zero = {"stage": stage, "memory_efficient_linear": False} if stage == 3 else {"stage": stage}
+    file = folder / "zero.json"
+    file.write_text(json.dumps({"zero_allow_untested_optimizer": True, "zero_optimization": zero | options}))
+    return file
+
+
+TIED = replace(MODEL, untie_embeddings_and_output_weights=False)
+ADAPTIVE = replace(MODEL, adaptive_cutoffs="20,50", adaptive_div_value=2)
+ADAPTIVE_TIED = replace(ADAPTIVE, untie_embeddings_and_output_weights=False)
+VARIANTS = [
+    replace(MODEL, variant=variant, **({"persistent_memory_size": 0, "feed_forward_size": 16} if feeds else {}))
+    for variant, feeds in (
+        ("attn-split", False),
+        ("head-split", False),
+        ("single-head", False),
+        ("ff-attn", True),
+        ("transformer", True),
+    )
+]
+
+FAST = [
+    Trained(deepspeed(tensor=2, accumulation=2)),
+    Trained(deepspeed(tensor=2, sequence=True, shard_caches=True, optimizer="adam"), ADAPTIVE_TIED),
+    Trained(deepspeed(data=2, zero=1, dtype="bfloat16")),
+    Trained(deepspeed(data=2, zero=2, accumulation=2, optimizer="adam")),
+    Trained(deepspeed(data=2, zero=3)),
+    Trained(deepspeed(pipeline=2, accumulation=4, zero=1, layers=(1, 4)), TIED),
+    Trained(deepspeed(tensor=2, pipeline=2, accumulation=2, optimizer="adam")),
+]
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_some_layouts(case: Trained, pools: WorkerPools) -> None:
+    check(pools, case)
+
+
+ALL = [
+    *(
+        Trained(deepspeed(data=data, zero=zero, accumulation=accumulation, optimizer=optimizer, dtype=dtype))
+        for data, zero, (accumulation, optimizer, dtype) in product(
+            (2, 4), range(4), ((1, "adagrad", "float32"), (2, "adam", "float32"), (2, "adagrad", "bfloat16"))
+        )
+    ),
+    *(
+        Trained(deepspeed(2, zero=1, sequence=sequence, shard_caches=shard, dtype=dtype), model, recompute)
+        for sequence, shard, recompute, (model, dtype) in product(
+            (False, True),
+            (False, True),
+            ("none", "selective", "full"),
+            ((MODEL, "bfloat16"), (ADAPTIVE, "float32")),
+        )
+    ),
+    Trained(deepspeed(4, zero=1, sequence=True, shard_caches=True, dtype="bfloat16"), ADAPTIVE_TIED),
+    Trained(deepspeed(4, accumulation=2)),
+    *(Trained(deepspeed(tensor=2, sequence=sequence), model) for sequence in (False, True) for model in VARIANTS),
+    *(Trained(deepspeed(tensor=2, zero=zero), model) for zero in (0, 1) for model in (TIED, ADAPTIVE, ADAPTIVE_TIED)),
+    Trained(deepspeed(tensor=2, sequence=True, shard_caches=True), backend="eager"),
+    Trained(deepspeed(tensor=2, shard_caches=True), recompute="full", backend="eager"),
+    Trained(deepspeed(tensor=2), replace(MODEL, adaptive_span=False)),
+    Trained(deepspeed(tensor=2, data=2, zero=1), clip=False),
+    *(
+        Trained(deepspeed(tensor, data, zero, pipeline, accumulation=2, dtype=dtype, sequence=sequence), model)
+        for (tensor, data, pipeline), (zero, dtype, model), sequence in product(
+            ((1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 1, 2), (2, 1, 4)),
+            ((0, "float32", MODEL), (1, "float32", TIED), (1, "bfloat16", ADAPTIVE_TIED)),
+            (False, True),
+        )
+        if tensor > 1 or not sequence
+    ),
+    Trained(deepspeed(2, 2, 1, 2, sequence=True, shard_caches=True, accumulation=2, layers=(4, 1)), TIED, "full"),
+    *(Trained(deepspeed(2, 2, zero, sequence=True, shard_caches=True, accumulation=2)) for zero in (2, 3)),
+    Trained(deepspeed(data=2, zero=2), file=Path("zero2-offload.json")),
+    Trained(deepspeed(data=2, zero=3, accumulation=2), file=Path("zero3-offload.json")),
+]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_all_layouts(case: Trained, pools: WorkerPools) -> None:
+    check(pools, case)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("model", [MODEL, TIED, *VARIANTS], ids=lambda model: model.variant)
+@pytest.mark.parametrize("limit", [700, 2300])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_many_buckets(zero: int, limit: int, model: ModelConfig, pools: WorkerPools, tmp_path: Path) -> None:
+    file = zero_file(tmp_path, zero, reduce_bucket_size=limit)
+    check(pools, Trained(deepspeed(data=2, zero=zero, optimizer="adam"), model, file=file))
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [MODEL, ADAPTIVE_TIED, *VARIANTS], ids=lambda model: model.variant)
+@pytest.mark.parametrize(
+    ("small", "ahead", "again"), [(100, 10**6, 10**6), (100, 3000, 5000), (0, 1000, 2000), (0, 0, 0)]
+)
+def test_weights_that_come_and_go(
+    small: int, ahead: int, again: int, model: ModelConfig, recompute: Recompute, pools: WorkerPools, tmp_path: Path
+) -> None:
+    limits = {"param_persistence_threshold": small, "prefetch_bucket_size": ahead, "max_reuse_distance": again}
+    file = zero_file(tmp_path, 3, **{f"stage3_{name}": limit for name, limit in limits.items()})
+    check(pools, Trained(deepspeed(data=2, zero=3, accumulation=2), model, recompute, file=file))
+
+
+def test_by_hand() -> None:
+    """One all-reduce for each layer and direction, and one more of positions, in each micro-batch (docs/traffic.md)."""
+    case = Trained(deepspeed(tensor=2, accumulation=2, optimizer="adam"))
+    hidden, rows = 4 * 16 * 32 * 4, 4 * 16 * 4  # B·M·D and B·M, in bytes
+    forward, backward = (1 + 5) * hidden + rows + 2 * rows, (5 + 1) * hidden + 8 * 96 * 4
+    assert step_traffic(case.run, VOCABULARY, 2).entries == {
+        ("tensor", "all_reduce"): Messages(2 * (6 + 2 + 6 + 1) + 1, 2 * (forward + backward) + 8),  # 8 of the norm
+        ("tensor", "all_gather"): Messages(1, 5 * 4 * 4),  # spans
+    }
+
+
+def test_replicas_by_hand() -> None:
+    """A float32 replica without ZeRO: all gradients once, the loss, and with one clip for each tensor nothing more."""
+    case = Trained(deepspeed(data=2))
+    layer = 4 * 32 * 32 + 2 * 32 + 4 + 2 * 4 * 8 * 12
+    elements = 2 * 101 * 32 + 101 + 8 * 96 + 5 * layer
+    assert step_traffic(case.run, VOCABULARY, 2, 1).entries == {("data", "all_reduce"): Messages(2, 4 * elements + 8)}
+
+
+def test_sixty_four_ranks_without_any() -> None:
+    """Ranks of a group say the same of it, and as much is received as sent."""
+    layout = Layout(tensor_size=4, data_size=4, pipeline_size=4)
+    case = Trained(deepspeed(tensor=4, data=4, pipeline=4, zero=1, accumulation=2, dtype="bfloat16"))
+    ledgers = [step_traffic(case.run, VOCABULARY, 64, rank, parts=case.parts).entries for rank in range(64)]
+    for rank, entries in enumerate(ledgers):
+        named = groups_by_name(layout, rank)
+        for (group, operation), messages in entries.items():
+            if operation not in ("send", "recv") and group in ("data", "replica", "world"):
+                others = [ledgers[other].get((group, operation)) for other in named[group]]
+                assert set(others) == {messages}, f"rank {rank}, {group} {operation}"
+    totals = [
+        sum((entries.get(("pipeline", operation), Messages()) for entries in ledgers), Messages())
+        for operation in ("send", "recv")
+    ]
+    assert totals[0] == totals[1] and totals[0].count > 0
+
+
+def test_caches_must_be_known() -> None:
+    case = Trained(deepspeed(tensor=2, shard_caches=True))
+    with pytest.raises(ValueError, match="5 layers need one each"):
+        step_traffic(case.run, VOCABULARY, 2)
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    file = zero_file(tmp_path, 2, zero_quantized_gradients=True)
+    case = Trained(deepspeed(data=2, zero=2), file=file)
+    with pytest.raises(UsageError, match="zero_quantized_gradients: its traffic cannot be predicted"):
+        step_traffic(case.run, VOCABULARY, 2)
