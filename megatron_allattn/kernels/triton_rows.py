@@ -212,15 +212,14 @@ def backward_rows(
     DROPOUT: tl.constexpr,
     SHARED: tl.constexpr,
     ADAPTIVE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What a tile of rows gives in the backward pass.
 
     dq (float32 [B, M, H, K], without the part of the positions), delta = Σ dy·y [B, M, H], and dmask [B, M, H]: the sum
-    of the gradients of m over the distances where z moves it. The context's weights after dropout replace the logits
-    (`weights` is the same memory); the gradients of scores go to `dscores`, packed, where SHARED has left dy · u.
-    root: 1 / √K. Grid: row tiles, heads, streams.
+    of the gradients of m over the distances where z moves it and m is not 0 (for 0: triton_edges.py). The context's
+    weights after dropout replace the logits (`weights` is the same memory); the gradients of scores go to `dscores`,
+    packed, where SHARED has left dy · u. root: 1 / √K. Grid: row tiles, heads, streams.
     """
     head, span, before, _ = head_of(table, tl.program_id(1))
     stream = tl.program_id(2)
@@ -267,8 +266,8 @@ def backward_rows(
             nearest = start - first - COLUMNS + 1
             if start + ROWS - 1 - first > reach and nearest <= reach + ramp + 1:
                 rise = ramp + 1 + column + reach
-                inside = (rise >= 0) & (rise <= ramp)
-                mask = tl.maximum(rise / ramp, SMALLEST)
+                inside = (rise > 0) & (rise <= ramp)
+                mask = tl.where(inside, rise / ramp, 1.0)
                 moved += tl.sum(tl.where(inside, ds / mask, 0.0), 1)
         narrow = ds.to(k.dtype)
         tl.store(weights + place, a.to(weights.dtype.element_ty), mask=seen)
