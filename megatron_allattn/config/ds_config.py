@@ -77,6 +77,8 @@ def load_deepspeed_json(config: RunConfig, world_size: int) -> dict[str, Any]:
     stage = _stage(path, content)
     if stage != config.parallel.zero_stage:
         raise _contradiction(path, "zero_optimization.stage", stage, "--zero-stage", config.parallel.zero_stage)
+    _check_optimizer(path, content)
+    _check_offload(path, content.get("zero_optimization", {}), stage)
     for key, expected in _values_of_flags(config, world_size).items():
         if key in content:
             _compare(path, key, content[key], _DECIDED_BY_FLAGS[key], expected)
@@ -152,6 +154,43 @@ def _check_keys(path: Path, content: dict[str, Any]) -> None:
             if part == "auto":
                 whole = f"{key}.{name}" if name else key
                 raise usage_error(str(path), whole, '"auto" is filled in by no flag', "give a value or remove the key")
+
+
+def _check_optimizer(path: Path, content: dict[str, Any]) -> None:
+    """Refuse what would have DeepSpeed insist on an optimizer of its own."""
+    for key, needed in (("zero_allow_untested_optimizer", True), ("zero_force_ds_cpu_optimizer", False)):
+        if content.get(key, needed) is not needed:
+            rule = "the optimizer is this program's own, which DeepSpeed would refuse"
+            raise usage_error(str(path), f"{key} = {json.dumps(content[key])}", rule, "remove the key")
+
+
+def _check_offload(path: Path, zero: dict[str, Any], stage: int) -> None:
+    """Refuse ways to offload that DeepSpeed ignores at this stage, or that bring another optimizer than the run's."""
+    for key, least, what in (
+        ("offload_optimizer", 1, "keeps the optimizer's state whole and where it is"),
+        ("offload_param", 3, "keeps weights whole and where they are"),
+    ):
+        name, given = f"zero_optimization.{key}", zero.get(key)
+        if not isinstance(given, dict) or given.get("device", "none") == "none":
+            continue
+        if given["device"] == "nvme":
+            rule = "checkpoints read the optimizer's state and weights from memory"
+            raise usage_error(str(path), f"{name}.device nvme", rule, 'give "cpu"')
+        if stage < least:
+            stages = " or ".join(map(str, range(least, 4)))
+            fix = f"set zero_optimization.stage to {stages}, or remove the key"
+            raise usage_error(str(path), name, f"ZeRO {stage} {what}: it would have no effect", fix)
+        for inner, off in (("ratio", 1), ("super_offload", False)):
+            if given.get(inner, off) != off:
+                rule = "what it leaves on the device is updated by an optimizer of DeepSpeed's, not by --optimizer"
+                raise usage_error(str(path), f"{name}.{inner} = {json.dumps(given[inner])}", rule, "remove the key")
+    for key, instead in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if key in zero:
+            fix = f'give "{instead}": {{"device": "cpu"}}'
+            raise usage_error(str(path), f"zero_optimization.{key}", "DeepSpeed has given the key up", fix)
+    if zero.get("zenflow"):
+        rule = "it updates by an optimizer of DeepSpeed's, not by --optimizer"
+        raise usage_error(str(path), "zero_optimization.zenflow", rule, "remove the key")
 
 
 def _values_of_flags(config: RunConfig, world_size: int) -> dict[str, Any]:

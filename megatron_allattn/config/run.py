@@ -64,11 +64,13 @@ class ParallelConfig:
         check_range(self, "zero_stage", at_least=0, at_most=3)
         check_range(self, "distributed_timeout_minutes", above=0, at_most=7 * 24 * 60)
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
+            file = "a file with stage 1 (or 0), such as pipeline.json"
+            lower = "--zero-stage 1 (or 0)" if self.deepspeed_config is None else file
             raise usage_error(
                 "--pipeline-model-parallel-size",
                 self.pipeline_model_parallel_size,
                 f"ZeRO {self.zero_stage} cuts gradients, which a pipeline keeps whole while micro-batches pass",
-                "give --zero-stage 1 (or 0), or leave the pipeline and keep the stage",
+                f"give {lower}, or leave the pipeline and keep the stage",
             )
         if self.pipeline_layers is not None:
             self._check_pipeline_layers(self.pipeline_layers)

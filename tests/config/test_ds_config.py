@@ -36,13 +36,34 @@ def test_zero_stage_selects_the_shipped_file(stage: int) -> None:
     assert set(settings) == {"zero_optimization", "zero_allow_untested_optimizer"}
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zero2-offload", 2), ("zero3-offload", 3)])
-def test_offload_files_are_found_by_name_and_set_the_stage(name: str, stage: int) -> None:
-    config = configured(Path(f"{name}.json"))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_files_are_found_by_name_and_set_the_stage(stage: int) -> None:
+    config = configured(Path(f"zero{stage}-offload.json"))
     assert config.parallel.zero_stage == stage
     settings = load_deepspeed_json(config, 2)
     assert settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert settings["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_a_pipeline_has_a_file_of_its_own() -> None:
+    """ZeRO 1, without the overlap that DeepSpeed cannot have in a pipeline and warns of; no batch and no precision."""
+    config = configured(Path("pipeline.json"), "--pipeline-model-parallel-size", "2")
+    assert config.parallel.zero_stage == 1
+    settings = load_deepspeed_json(config, 2)
+    assert settings.keys() == {"zero_allow_untested_optimizer", "zero_optimization"}
+    assert settings["zero_optimization"]["overlap_comm"] is False
+    assert parse(["--pipeline-model-parallel-size", "2"])[0].parallel.zero_stage == 1  # without any file, too
+
+
+@pytest.mark.parametrize("name", ["zero2.json", "zero3.json", "zero2-offload.json", "zero3-offload.json"])
+def test_a_pipeline_with_a_file_that_cuts_gradients_is_refused(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        configured(Path(name), "--pipeline-model-parallel-size", "2")
+    assert str(caught.value) == (
+        f"--pipeline-model-parallel-size 2: ZeRO {name[4]} cuts gradients, which a pipeline keeps whole while "
+        "micro-batches pass; give a file with stage 1 (or 0), such as pipeline.json, or leave the pipeline and keep "
+        "the stage"
+    )
 
 
 def test_a_file_without_zero_is_stage_zero(write: Any) -> None:
@@ -129,6 +150,65 @@ def test_contradictions_and_foreign_keys_name_file_key_and_both_values(
     with pytest.raises(UsageError) as caught:
         load_deepspeed_json(configured(path), 2)
     assert str(caught.value).startswith(f"{path} {message}")
+
+
+OPTIMIZER = "zero_optimization.offload_optimizer"
+WHERE = {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (
+            {"stage": 0, "offload_optimizer": WHERE},
+            f"{OPTIMIZER}: ZeRO 0 keeps the optimizer's state whole and where it is: it would have no effect; set "
+            "zero_optimization.stage to 1 or 2 or 3, or remove the key",
+        ),
+        (
+            {"stage": 2, "offload_param": WHERE},
+            "zero_optimization.offload_param: ZeRO 2 keeps weights whole and where they are: it would have no effect; "
+            "set zero_optimization.stage to 3, or remove the key",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}},
+            f"{OPTIMIZER}.device nvme: checkpoints read the optimizer's state and weights from memory",
+        ),
+        ({"stage": 3, "offload_optimizer": WHERE | {"ratio": 0.5}}, f"{OPTIMIZER}.ratio = 0.5: what it leaves on"),
+        ({"stage": 3, "offload_optimizer": WHERE | {"super_offload": True}}, f"{OPTIMIZER}.super_offload = true: what"),
+        ({"stage": 2, "cpu_offload": True}, "zero_optimization.cpu_offload: DeepSpeed has given the key up; give"),
+        ({"stage": 2, "zenflow": {"topk_ratio": 0.1}}, "zero_optimization.zenflow: it updates by an optimizer of"),
+    ],
+)
+def test_offload_that_would_do_nothing_or_change_the_optimizer_is_refused(
+    write: Any, zero: dict[str, Any], message: str
+) -> None:
+    path = write({"zero_optimization": zero})
+    with pytest.raises(UsageError) as caught:
+        load_deepspeed_json(configured(path), 2)
+    assert str(caught.value).startswith(f"{path} {message}")
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 0, "offload_optimizer": {"device": "none"}},
+        {"stage": 1, "offload_optimizer": WHERE | {"ratio": 1.0, "super_offload": False}},
+        {"stage": 3, "offload_optimizer": WHERE, "offload_param": WHERE},
+    ],
+)
+def test_offload_that_has_an_effect_is_accepted(write: Any, zero: dict[str, Any]) -> None:
+    assert load_deepspeed_json(configured(write({"zero_optimization": zero})), 2) == {"zero_optimization": zero}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("zero_allow_untested_optimizer", "false"), ("zero_force_ds_cpu_optimizer", "true")]
+)
+def test_deepspeed_may_not_insist_on_an_optimizer_of_its_own(write: Any, key: str, value: str) -> None:
+    path = write(f'{{"{key}": {value}}}')
+    with pytest.raises(UsageError) as caught:
+        load_deepspeed_json(configured(path), 1)
+    rule = "the optimizer is this program's own, which DeepSpeed would refuse; remove the key"
+    assert str(caught.value) == f"{path} {key} = {value}: {rule}"
 
 
 @pytest.mark.parametrize(
