@@ -6,6 +6,8 @@ Who does what:
   parameters (3), and, for Adam under ZeRO ≥ 1, clips the global norm. It learns of the tensor group through an `mpu`
   object and the `tensor_model_parallel` mark on parameters.
 - The optimizer is ours (`optimizers.py`); the per-tensor clip is part of it.
+- In float16 DeepSpeed scales the loss and leaves out a step whose gradient overflows (`loss_scale.py`). In bfloat16 it
+  would do so too, in silence; that is off, and ends the run as in float32.
 - At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the
   global clip are ours in float32, and half precision runs as ZeRO 1, the same arithmetic with the state split.
 
@@ -26,8 +28,9 @@ from torch import Tensor, nn
 
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
-from megatron_allattn.engine.finite import refuse_not_finite
+from megatron_allattn.engine.finite import refuse_not_finite, refuse_overflow
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.loss_scale import SETTINGS, LossScale
 from megatron_allattn.engine.optimizers import (
     build_optimizer,
     clip_gradients,
@@ -133,6 +136,8 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.scaled_global_norm = self._norm
         elif self.zero_stage == 3:
             self._check_norms_of_zero3(self.engine.optimizer)
+        if dtype == torch.float16:
+            self.loss_scale = LossScale(self.engine.optimizer)
         self._allocate_state()
         # DeepSpeed makes its masters from weights that it has rounded to half precision: give them the exact ones.
         for parameter, value in zip(network.parameters(), initial, strict=half):
@@ -159,8 +164,10 @@ class DeepSpeedEngine(Engine):
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.num_slots,
             "gradient_clipping": run.optimizer.clip_grad if clips else 0.0,
-            "bf16": {"enabled": self.dtype == torch.bfloat16},
-            "fp16": {"enabled": self.dtype == torch.float16},
+            "bf16": {"enabled": self.dtype == torch.bfloat16, "check_grad_overflow": False},
+            "fp16": {"enabled": self.dtype == torch.float16, **SETTINGS},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
         }
         return stage, settings
 
@@ -235,7 +242,7 @@ class DeepSpeedEngine(Engine):
         return self.optimizer.state_names
 
     def _loss_scale(self) -> float:
-        return float(self.engine.optimizer.loss_scale) if self.dtype == torch.float16 else 1.0
+        return self.loss_scale.scale if self.loss_scale else 1.0
 
     def _local_spans(self) -> Tensor | None:
         if self.zero_stage < 3:
@@ -262,9 +269,13 @@ class DeepSpeedEngine(Engine):
 
     def _optimizer_step(self, lr: float, step: int) -> float:
         for group in self.optimizer.param_groups:
-            group.update(lr=lr, step=step)
+            group.update(lr=lr, step=step - (self.loss_scale.skipped if self.loss_scale else 0))
         if self.zero_stage:
+            smallest = self.loss_scale is not None and self.loss_scale.smallest
             self._take_step()
+            self.overflow = self.loss_scale is not None and self.loss_scale.count()
+            if self.overflow:
+                refuse_overflow(self.groups, step, self.own_loss, smallest=smallest)
             return float(self.engine.get_global_grad_norm())
         norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline)
         self._check_finite(norm, lambda: own_gradients(self.network))

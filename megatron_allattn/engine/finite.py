@@ -48,6 +48,23 @@ def refuse_not_finite(groups: Groups, step: int, gradients: Iterable[tuple[str, 
     agree(lambda: _refuse(message, groups.rank == first[0]), groups.world, lambda _: NotFinite.exit_code)
 
 
+def refuse_overflow(groups: Groups, step: int, own_loss: Tensor, *, smallest: bool) -> None:
+    """After a float16 gradient that overflows: raise NotFinite (PeerFailed on the others) where no smaller loss scale
+    helps, since the loss itself is not finite, or there is none (`smallest`). Collective.
+    """
+    lost = [rank for rank, fine in enumerate(gather_objects(bool(own_loss.isfinite()), groups.world)) if not fine]
+    if not lost and not smallest:
+        return
+    what = (
+        f"the loss is not finite on {name_ranks(lost)}, which no smaller loss scale changes"
+        if lost
+        else "the gradient overflows float16 at the smallest loss scale too"
+    )
+    fix = "begin anew with --bf16 or a smaller --lr"
+    message = f"step {step}: {what}. The update is not made: {fix}"
+    agree(lambda: _refuse(message, groups.rank == (lost or [0])[0]), groups.world, lambda _: NotFinite.exit_code)
+
+
 def _first(layout: Layout, holders: list[int], lost: list[int]) -> list[int]:
     """The ranks on one of which it began: of the last stage, since backward begins there.
 

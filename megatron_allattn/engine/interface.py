@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_allattn.config import RunConfig
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.engine.loss_scale import LossScale
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network, logical_tensors
@@ -36,10 +37,13 @@ from megatron_allattn.parallel.random import DropoutKeys
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update reports. loss: nats per token, averaged over the global batch; grad_norm: before clipping."""
+    """What one update reports. loss: nats per token, averaged over the global batch; grad_norm: before clipping;
+    loss_scale: of this step, 1 but in float16; overflow: the gradient was too large for it, and nothing was updated."""
 
     loss: float
     grad_norm: float
+    loss_scale: float = 1.0
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class Engine(ABC):
     """A network, its optimizer and its caches on this rank. Every method is collective over all ranks."""
 
     zero_stage = 0  # the ZeRO stage that runs
+    loss_scale: LossScale | None = None  # in float16 with DeepSpeed
+    overflow = False  # whether the last update was left out
 
     def __init__(
         self,
@@ -177,8 +183,9 @@ class Engine(ABC):
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray, step: int, lr: float, spans: Spans) -> StepResult:
         """`forward_backward` and `update`."""
-        loss = self.forward_backward(inputs, targets, step, spans)
-        return StepResult(loss, self.update(lr, step))
+        scale, loss = self._loss_scale(), self.forward_backward(inputs, targets, step, spans)
+        norm = self.update(lr, step)
+        return StepResult(loss, norm, scale, self.overflow)
 
     def clear_caches(self) -> None:
         """The streams restart: forget what came before."""

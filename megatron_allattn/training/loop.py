@@ -69,14 +69,21 @@ def _step(session: Session, console: Console, batches: Prefetcher) -> None:
         "loss": result.loss,
         **per_unit(result.loss, session.dataset.tokenizer.unit),
         "lr": lr,
-        "grad_norm": result.grad_norm,
+        "grad_norm": None if result.overflow else result.grad_norm,
         "tokens": session.tokens,
         "tokens_per_second": tokens / (time.monotonic() - began),
         "span_mean": spans.tokens.mean().item(),
         "span_max": spans.tokens.max().item(),
     }
+    if (scale := engine.loss_scale) is not None:
+        record |= {"loss_scale": result.loss_scale, "skipped": scale.skipped}
     session.metrics.write(record)
     console.step(record)
+    if scale is not None and result.overflow:
+        console.say(
+            f"step {step}: the gradient overflows float16 at loss scale {result.loss_scale:,.0f}, no update is made "
+            f"({scale.skipped} so far); the next step has loss scale {scale.scale:,.0f}"
+        )
 
 
 def _validate(session: Session, console: Console) -> float | None:

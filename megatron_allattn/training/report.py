@@ -135,9 +135,10 @@ class Console:
         left = (now - self._began) / (step - self._start) * (total - step)
         self._losses, self._last = [], now
         unit = self._session.describe_loss(loss)
+        norm = "too large" if record["grad_norm"] is None else f"{record['grad_norm']:.3g}"
         return (
             f"step {step:>{len(str(total))}}/{total} | loss {loss:.4f} | {unit} | lr {record['lr']:.2e} | "
-            f"grad norm {record['grad_norm']:.3g} | span {record['span_mean']:.0f} (max {record['span_max']:.0f}) | "
+            f"grad norm {norm} | span {record['span_mean']:.0f} (max {record['span_max']:.0f}) | "
             f"{rate:,.0f} tokens/s | {clock(left)} left"
         )
 

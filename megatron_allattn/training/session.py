@@ -97,6 +97,7 @@ class Session:
             "data": self.streams.state(),
             "cached_length": self.engine.slots[0].length,
             "plateau": asdict(self.plateau),
+            "loss_scale": self.engine.loss_scale.state() if self.engine.loss_scale else None,
             "versions": {
                 "megatron_allattn": __version__,
                 "python": platform.python_version(),
@@ -124,6 +125,8 @@ class Session:
             save.load(step_folder, self.engine, None)
             return
         agree(lambda: self.streams.load_state(state["data"]), self.engine.groups.world, exit_code)
+        if self.engine.loss_scale is not None and state.get("loss_scale") is not None:
+            self.engine.loss_scale.load(state["loss_scale"])
         save.load(step_folder, self.engine, state["cached_length"])
 
 
