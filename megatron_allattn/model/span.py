@@ -66,12 +66,14 @@ def span_in_tokens(z: Tensor, max_span: int, ramp: int) -> Tensor:
 class _AddSpanLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, z: Tensor, gradient: float) -> Tensor:
-        ctx.shape, ctx.options, ctx.gradient = z.shape, {"dtype": z.dtype, "device": z.device}, gradient
+        ctx.shape, ctx.dtype, ctx.device, ctx.gradient = z.shape, z.dtype, z.device, gradient
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grads[0], torch.full(ctx.shape, ctx.gradient, **ctx.options), None
+        # float16's loss scale may make it too large: infinite then, as any gradient, where `full` would refuse
+        wide = torch.full(ctx.shape, ctx.gradient, dtype=torch.float64, device=ctx.device)
+        return grads[0], wide.to(ctx.dtype), None
 
 
 def add_span_loss(hidden: Tensor, z: Tensor, gradient: float) -> Tensor:

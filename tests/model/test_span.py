@@ -65,6 +65,12 @@ def test_the_span_loss_is_a_constant_gradient_and_nothing_else() -> None:
     assert torch.equal(z.grad, torch.full((4, 1, 1), 0.125))  # whatever flows through the hidden states
 
 
+def test_a_span_loss_that_its_type_cannot_hold_is_infinite_as_any_gradient() -> None:
+    z, hidden = torch.rand(4, 1, 1, dtype=torch.float16, requires_grad=True), torch.randn(2, 3, dtype=torch.float16)
+    add_span_loss(hidden.requires_grad_(), z, 1e5).sum().backward()
+    assert z.grad is not None and z.grad.isinf().all()
+
+
 def test_spans_start_at_zero_and_forward_returns_a_copy() -> None:
     span = AdaptiveSpan("span", 4, ALONE)
     span.z.data.fill_(0.5)

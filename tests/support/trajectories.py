@@ -12,9 +12,8 @@ from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.plain import PlainEngine
-from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.kernels.registry import BACKENDS, Attend
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import by_hand, cut
@@ -46,7 +45,7 @@ MODEL = ModelConfig(
 class Case:
     """One layout and everything the trajectory must not depend on; `engine` is "plain" or "deepspeed".
 
-    layers: of every pipeline stage, evenly if left out.
+    layers: of every pipeline stage, evenly if left out; offload: of the optimizer's state to the host.
     """
 
     tensor: int = 1
@@ -61,6 +60,9 @@ class Case:
     depth: int = 0  # layers of the model, if not its own number
     sequence: bool = False
     shard_caches: bool = False
+    recompute: Recompute = "none"
+    backend: str = "eager"
+    offload: bool = False
 
     @property
     def world_size(self) -> int:
@@ -79,13 +81,18 @@ class Case:
             engine="plain",
             sequence=False,
             shard_caches=False,
+            recompute="none",
+            offload=False,
         )
 
     def __str__(self) -> str:
         stages = f"-pp{self.pipeline}{list(self.layers) or ''}" if self.pipeline > 1 else ""
         shared = "-sp" * self.sequence + "-sc" * self.shard_caches
-        where = f"tp{self.tensor}{shared}{stages}-dp{self.data}-zero{self.zero}-acc{self.accumulation}"
-        return f"{where}-{self.optimizer}-{self.dtype}-{self.engine}"
+        zero = f"zero{self.zero}" + "-offload" * self.offload
+        where = f"tp{self.tensor}{shared}{stages}-dp{self.data}-{zero}-acc{self.accumulation}"
+        backend = f"-{self.backend}" * (self.backend != "eager")
+        again = f"-recompute_{self.recompute}" * (self.recompute != "none")
+        return f"{where}{backend}{again}-{self.optimizer}-{self.dtype}-{self.engine}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
             sequence_parallel=case.sequence,
             shard_caches=case.shard_caches,
             zero_stage=case.zero,
+            deepspeed_config=Path(f"zero{case.zero}-offload.json") if case.offload else None,
         ),
         optimizer=OPTIMIZERS[case.optimizer],
         training=TrainingConfig(
@@ -124,6 +132,7 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
             micro_batch_size=batch // case.data // case.accumulation,
             train_iters=1000,
             bf16=case.dtype == "bfloat16",
+            fp16=case.dtype == "float16",
         ),
     )
 
@@ -139,11 +148,12 @@ def build(
     case: Case,
     vocab_size: int,
     run: RunConfig | None = None,
-    attend: Attend = eager.attend,
-    recompute: Recompute = "none",
+    attend: Attend | None = None,
+    recompute: Recompute | None = None,
 ) -> Engine:
-    """A fresh engine of a case on this rank."""
-    run = run or run_config(case)
+    """A fresh engine of a case on this rank; attend, recompute: instead of the case's."""
+    run, attend = run or run_config(case), attend or BACKENDS[case.backend](torch.device("cpu"))
+    recompute = recompute or case.recompute
     groups = groups_of(case.tensor, case.data, case.pipeline)
     count = run.model.num_layers
     parts = by_hand(case.layers, count) if case.layers else cut([1.0] * count, 0.0, 0.0, case.pipeline)
@@ -164,10 +174,18 @@ def build(
 
 
 def trajectory(
-    rank: int, world_size: int, case: Case, tokens: np.ndarray, vocab_size: int, steps: int, model: ModelConfig = MODEL
+    rank: int,
+    world_size: int,
+    case: Case,
+    tokens: np.ndarray,
+    vocab_size: int,
+    steps: int,
+    model: ModelConfig = MODEL,
+    batch: int = 8,
+    block: int = 32,
 ) -> Trajectory | None:
     """Train `steps` steps; the first rank returns what happened."""
-    run = run_config(case, model)
+    run = run_config(case, model, batch, block)
     engine = build(case, vocab_size, run)
     training = run.training
     streams = TokenStreams(tokens, training.global_batch_size, training.seq_length, training.seed)
