@@ -4,19 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts.test_layouts import BOUNDS, STEPS, text
+from tests.support.layouts import Record, check, train
 from tests.support.pool import WorkerPools
-from tests.support.trajectories import Case, differences, trajectory
+from tests.support.trajectories import Case
 
-CASE = Case(4, 4, 1, 2, "adagrad", "float32", "deepspeed", 4, depth=5)
+CASE = Case(4, 4, 1, 2, "adagrad", "float32", "deepspeed", 4)
 
 
 @pytest.mark.sixty_four
-def test_sixty_four_ranks(pools: WorkerPools, shared: Path, record_property) -> None:
-    tokens, vocab_size = text(shared)
-    expected = pools(1).run(trajectory, CASE.single(), tokens, vocab_size, STEPS)[0]
-    found = pools(CASE.world_size).run(trajectory, CASE, tokens, vocab_size, STEPS, timeout=2400)[0]
-    far = differences(found, expected)
-    for what, bound in BOUNDS["float32"].items():
-        record_property(f"float32 {what}", far[what])
-        assert far[what] <= bound, f"{what} differs by {far[what]:.1e}, more than {bound:.0e}"
+def test_sixty_four_ranks(pools: WorkerPools, shared: Path, record_property: Record) -> None:
+    single = train(pools, shared, CASE.single())
+    check(CASE, train(pools, shared, CASE, timeout=2400), single, record_property, "64 processes")
