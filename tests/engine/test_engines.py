@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from megatron_allattn.data.streams import TokenStreams
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, build, run_config
 
 TOKENS = np.random.default_rng(7).integers(0, 61, 8 * 32 * 40).astype(np.uint8)
 VOCAB = 61
+DTYPES = ("float32", "bfloat16")
 
 
 def _losses(engine: Engine, steps: int, evaluate: bool = False) -> list[float]:
@@ -102,3 +105,36 @@ def test_span_loss_adds_its_constant_gradient(case: Case, pools: WorkerPools) ->
     with_loss = pools(case.world_size).run(_span_gradient, case, 0.01)[0]
     without = pools(case.world_size).run(_span_gradient, case, 0.0)[0]
     np.testing.assert_allclose(with_loss - without, [0.64] * 4, rtol=1e-5)
+
+
+def _spoiled(rank: int, world_size: int, case: Case) -> str:
+    """What a step says in which one rank's gradient has a number that is none."""
+    engine = build(case, VOCAB)
+    block = TokenStreams(TOKENS, 8, 32, 1).next_block(engine.streams)
+    before = {logical.name: tensor.numpy().tobytes() for logical, tensor in engine.weights()}
+    if rank == world_size - 1:
+        weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
+        weight.register_hook(lambda gradient: gradient * float("nan"))
+    try:
+        engine.train_step(block.inputs, block.targets, 1, 1e-3, engine.spans())
+    except (NotFinite, PeerFailed) as error:
+        assert before == {logical.name: tensor.numpy().tobytes() for logical, tensor in engine.weights()}
+        return str(error) if isinstance(error, NotFinite) else "peer"
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed") for zero in range(4)),
+        Case(1, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2),
+        *(Case(1, 2, zero, 1, "adagrad", dtype, "deepspeed", offload=True) for zero in (1, 2, 3) for dtype in DTYPES),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_is_not_a_number_ends_the_run(case: Case, pools: WorkerPools) -> None:
+    """In bfloat16 and with offload, too, where DeepSpeed by itself would leave out the step and say nothing."""
+    said = pools(2).run(_spoiled, case)
+    assert sorted(one == "peer" for one in said) == [False, True]
+    (line,) = (one for one in said if one != "peer")
+    assert line.startswith("step 1: the gradient is not finite on rank"), line
