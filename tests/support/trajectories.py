@@ -24,7 +24,7 @@ from megatron_allattn.training.schedules import learning_rate
 ADAGRAD = OptimizerConfig(
     optimizer="adagrad", lr=0.07, lr_decay_style="constant", lr_warmup_iters=50, clip_grad=0.03, weight_decay=0.0
 )
-ADAM = OptimizerConfig(optimizer="adam", lr=2.5e-4, lr_decay_style="constant", lr_warmup_iters=50, clip_grad=0.1)
+ADAM = OptimizerConfig(optimizer="adam", lr=2.5e-4, lr_decay_style="constant", lr_warmup_iters=0, clip_grad=0.1)
 OPTIMIZERS = {"adagrad": ADAGRAD, "adam": ADAM}
 
 MODEL = ModelConfig(
