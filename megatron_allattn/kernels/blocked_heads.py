@@ -130,7 +130,6 @@ class _Head:
     def _describe(self, unit: _Unit, *, backward: bool) -> Rows:
         """A unit's rows as a pass sees them."""
         columns, dropout = self.call.columns, None
-        edge = columns.edges[self.index]
         if (keys := self.call.dropout) is not None:
             pairs = keys.pairs[(columns.longest - self.span) // 2 :]
             dropout = DropoutRows(keys.rows[self.index, unit.rows], pairs, keys.probability)
@@ -143,8 +142,13 @@ class _Head:
             first=unit.tiles.start * self.tile,
             length=self.call.length,
             known=self.call.known,
-            edge=self.span - edge if backward and edge else None,
+            edge=self._edge() if backward else None,
         )
+
+    def _edge(self) -> Tensor | None:
+        """The column of the mask's end; any where there is none, of which nothing is used."""
+        edges = self.call.columns.edges
+        return None if edges is None else (self.span - edges[self.index, None]).clamp(max=self.span - 1)
 
     def _scores(self, q: Tensor, unit: _Unit) -> tuple[Tensor, Tensor]:
         """Of a unit's rows: [R, S + N], the context's without k, and those by position."""

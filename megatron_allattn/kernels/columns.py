@@ -23,8 +23,9 @@ class Columns:
 
     spans: S of each head; longest: the largest; bias: added to scores, in float32 at least, [H, longest], -inf for what
     is hidden, or None; biased: of each head, how many of its S columns, the farthest, have a bias or a mask that is not
-    1; factors: the mask where it multiplies, [H, longest], or None; edges: with normalization `span`, of each head the
-    distance whose mask may be 0 and have a gradient, or 0.
+    1; factors: the mask where it multiplies, [H, longest], or None; edges: with normalization `span`, int64 [H], of
+    each head the distance whose mask is 0 and has a gradient, or 0. The masks tell it, not the host, to whom z·L may
+    round to another number.
     """
 
     def __init__(self, weights: LayerWeights, settings: AttentionSettings, state: BlockState) -> None:
@@ -34,7 +35,7 @@ class Columns:
         self.longest = max(self.spans)
         self.bias: Tensor | None = None
         self.factors: Tensor | None = None
-        self.edges = (0,) * len(seen)
+        self.edges: Tensor | None = None
         self.biased = self.spans
         self._settings, self._weights = settings, weights
         if not adaptive:
@@ -44,11 +45,9 @@ class Columns:
             self.biased = tuple(min(span, span - one + ramp) for span, one in zip(self.spans, seen, strict=True))
         if adaptive or any(self.biased):
             self._make_masks(torch.tensor(seen, device=weights.query.device))
-        if adaptive and self.factors is None:  # the farthest distance seen, which the host may not know
-            self.edges = seen if state.spans is not None else tuple((self._at_edge * self._distances).sum(-1).tolist())
 
     def _make_masks(self, seen: Tensor) -> None:
-        distances = self._distances = torch.arange(self.longest, 0, -1, device=seen.device)
+        distances = torch.arange(self.longest, 0, -1, device=seen.device)
         beyond = distances > seen[:, None]
         wide = wide_type(self._weights.query.dtype)
         bias = torch.zeros(beyond.shape, dtype=wide, device=seen.device)
@@ -61,7 +60,7 @@ class Columns:
                 self.factors = self._masks
             else:
                 bias = self._masks.log()
-                self._at_edge = (slope == 0) & ~beyond
+                self.edges = (((slope == 0) & ~beyond) * distances).sum(-1)
         self.bias = bias.masked_fill_(beyond, -torch.inf)
 
     def of(self, head: int) -> slice:
@@ -75,7 +74,7 @@ class Columns:
             return None
         dmasks = through if self.factors is not None else through / self._masks.where(self._masks > 0, 1.0)
         dz = (dmasks * self._through).sum(-1)
-        if edges is not None:
-            dz += edges * self._at_edge.any(-1)
+        if edges is not None and self.edges is not None:
+            dz += edges * (self.edges > 0)
         dz *= self._settings.max_span / self._settings.ramp
         return dz[:, None, None].to(self._weights.span.dtype)

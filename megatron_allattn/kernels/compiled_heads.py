@@ -146,7 +146,7 @@ class _Arguments:
             known=call.known,
             spans=self._numbers(columns.spans),
             biased=self._numbers(columns.biased),
-            edges=self._numbers(columns.edges),
+            edges=self._numbers(self._edges()),
             cache=cache.data_ptr(),
             cached=cache.shape[1],
             cache_stride=cache.stride(0),
@@ -184,6 +184,10 @@ class _Arguments:
         if tensor.dtype != own or tensor.device.type != block.device.type:
             found, wanted = f"{tensor.dtype} on {tensor.device}", f"{own} on {block.device}"
             raise ValueError(f"{name} {found}: with a block of {block.dtype} it must be {wanted}")
+
+    def _edges(self) -> Sequence[int]:
+        edges = self._call.columns.edges
+        return [0] * self._call.heads if edges is None or edges.device.type == "meta" else edges.tolist()
 
     def _numbers(self, numbers: Sequence[int]) -> int:
         """The address of int64 [H]."""

@@ -21,8 +21,8 @@ class Rows:
     """What a pass must know of its rows.
 
     bias: added to the first of the distances, [≤ S], or None; factors: the span mask where it multiplies
-    (normalization `window`), [S], or None; edge: of the distances, the one whose mask needs a gradient at 0. Row r is
-    query (first + r) mod length of a stream, before whose first query `known` positions exist.
+    (normalization `window`), [S], or None; edge: int64 [1], of the distances the one whose mask needs a gradient at 0,
+    or None. Row r is query (first + r) mod length of a stream, before whose first query `known` positions exist.
     """
 
     span: int
@@ -33,7 +33,7 @@ class Rows:
     first: int
     length: int
     known: int
-    edge: int | None = None
+    edge: Tensor | None = None
 
 
 class TorchPasses:
@@ -51,16 +51,16 @@ class TorchPasses:
         `factors` and dropout, unscaled, also in `band`. `out` may be `scores`: then the softmax is lost."""
         context = scores.view(*band.shape[:2], -1)[:, :, : rows.span]
         context += by_distance(band, rows.span)
-        at_edge = None if rows.edge is None else scores[:, rows.edge].to(wide_type(scores.dtype), copy=True)
+        at_edge = None if rows.edge is None else _column(scores, rows.edge).to(wide_type(scores.dtype))
         if rows.bias is not None:
             scores[:, : len(rows.bias)] += rows.bias
         empty = _empty(rows, scores)
         if empty is not None:
             context.masked_fill_(empty, -torch.inf)
-        if at_edge is not None:
+        if at_edge is not None and rows.edge is not None:
             self._hidden = (at_edge - scores.to(at_edge.dtype).logsumexp(-1)).clamp_(max=LARGEST_HIDDEN).exp_()
             if empty is not None:
-                self._hidden.masked_fill_(empty[..., rows.edge].flatten(), 0)
+                self._hidden.masked_fill_(_column(empty.flatten(0, 1), rows.edge), 0)
         torch.softmax(scores, -1, out=scores)
         if empty is not None and scores.shape[1] == rows.span:
             context.masked_fill_(empty.all(-1, keepdim=True), 0)  # the first token has nothing to look at
@@ -111,11 +111,11 @@ class TorchPasses:
             through = grads[:, : len(rows.bias)].sum(0, dtype=rows.bias.dtype)
         return through, of_edge
 
-    def _back_to_edge(self, edge: int, softmax: Tensor, grads: Tensor) -> Tensor:
+    def _back_to_edge(self, edge: Tensor, softmax: Tensor, grads: Tensor) -> Tensor:
         """The gradient of the mask at the edge, which is 0: of a weight there, at the expense of the others."""
         assert self._hidden is not None
         mean = (softmax * grads).sum(-1, dtype=self._hidden.dtype)
-        return (self._hidden * (grads[:, edge] - mean)).sum()
+        return (self._hidden * (_column(grads, edge) - mean)).sum()
 
     def add_windows(self, memory: Tensor, parts: Tensor, tile: int) -> None:
         """Add [G, S + T − 1, K], one vector per tile and position, to `memory` [≥ S + G·T − 1, K]."""
@@ -136,6 +136,11 @@ class TorchPasses:
 
     def _take(self, name: str, like: Tensor) -> Tensor:
         return self._workspace.take(name, like.shape, like.dtype, like.device)
+
+
+def _column(rows: Tensor, index: Tensor) -> Tensor:
+    """A copy of one column of [R, S + N], [R], without the host's knowing which."""
+    return rows.index_select(1, index).squeeze(1)
 
 
 def _skew(rows: Rows, weights: Tensor, band: Tensor) -> None:

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from megatron_allattn.kernels.interface import AttentionSettings
 from megatron_allattn.kernels.triton_columns import context_gradient, persistent_gradient
+from megatron_allattn.kernels.triton_edges import edge_gradient
 from megatron_allattn.kernels.triton_layout import Packing, round_up
 from megatron_allattn.kernels.triton_positions import add_positions, position_gradient, position_products
 from megatron_allattn.kernels.triton_rows import backward_rows, forward_rows
 from megatron_allattn.parallel.random import drop_threshold, keep_scale
 
 PROGRAMS = 512  # the persistent gradient is cut into at least so many, a few for each processor of a large GPU
-
-# Stands for a mask of 0 at its end, where it has a gradient: the output does not show it unless what it hides is e^12
-# times what is seen, and the gradient is divided by it.
-SMALLEST = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,6 @@ class Launch:
             "reaches": self.packing.table if self.reach is None else self.reach,  # with fixed spans it is not read
             "ramp": self.settings.ramp,
             "ADAPTIVE": self.reach is not None,
-            "SMALLEST": SMALLEST,
         }
 
     def between(self, q: Tensor, positions: Tensor, persistent: Tensor) -> Between:
@@ -258,6 +254,8 @@ class Launch:
             **self._shape(q),
             **tile.options(),
         )
+        if self.reach is not None:
+            self._add_edges(q, kv, lse, delta, dy, dmask, between.positions)
         positions = self._position_gradient(dscores, q, self.root)
         if self.shared:
             positions += self._position_gradient(between.weights, dy, 1.0)
@@ -268,6 +266,32 @@ class Launch:
             persistent=self._persistent_gradient(q, lse, delta, dy, between.persistent),
             span=None if self.reach is None else dmask.view(-1, heads).sum(0) * rise,
             positions=positions,
+        )
+
+    def _add_edges(
+        self, q: Tensor, kv: Tensor, lse: Tensor, delta: Tensor, dy: Tensor, dmask: Tensor, positions: Tensor
+    ) -> None:
+        """To dmask, the gradient of the masks that are 0."""
+        tile, shape = self.tiles.position, self._shape(q)
+        edge_gradient[self._grid(tile)](
+            q=q,
+            kv=kv,
+            positions=positions,
+            lse=lse,
+            delta=delta,
+            dy=dy,
+            dmask=dmask,
+            reaches=self.reach,
+            width=self.packing.longest,
+            cached=self.cached,
+            scale=self.scale,
+            ramp=self.settings.ramp,
+            SHARED=self.shared,
+            ROWS=tile.rows,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **{name: shape[name] for name in ("table", "batch", "length", "heads", "K")},
+            **self._dropout(),
         )
 
     def _context_gradient(self, q: Tensor, kv: Tensor, dy: Tensor, weights: Tensor, dscores: Tensor) -> Tensor:

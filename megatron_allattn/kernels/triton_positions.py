@@ -11,14 +11,11 @@ from megatron_allattn.kernels.triton_tiles import head_of, load_rows, packed_off
 
 
 @triton.jit
-def log_mask(distances, reach, span, ramp, SMALLEST: tl.constexpr):
-    """log₂ m_z(x), −∞ beyond the head's span; reach: z·L.
-
-    At the mask's end m = 0 has a gradient: a number too small to be seen in the output stands for it.
-    """
+def log_mask(distances, reach, span, ramp):
+    """log₂ m_z(x), −∞ where m = 0 and beyond the head's span; reach: z·L."""
     rise = ramp + 1 - distances + reach
-    mask = tl.minimum(tl.maximum(rise / ramp, SMALLEST), 1.0)
-    return tl.where((rise < 0) | (distances > span), float("-inf"), tl.log2(mask))
+    hidden = (rise <= 0) | (distances > span)
+    return tl.where(hidden, float("-inf"), tl.log2(tl.where(hidden, 1.0, tl.minimum(rise / ramp, 1.0))))
 
 
 @triton.jit(do_not_specialize=["batch", "length", "heads", "width", "cached", "ramp"])
@@ -40,7 +37,6 @@ def position_products(
     COLUMNS: tl.constexpr,
     LOGITS: tl.constexpr,
     ADAPTIVE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out[t, x] = scale · rows_t · u_x, packed, for rows [B, M, H, K]; LOGITS: plus the logarithm of the span mask.
@@ -62,7 +58,7 @@ def position_products(
         if LOGITS:
             distances = span - j
             if ADAPTIVE:
-                mask = log_mask(distances, tl.load(reaches + head), exact, ramp, SMALLEST)
+                mask = log_mask(distances, tl.load(reaches + head), exact, ramp)
             else:
                 mask = tl.where(distances > exact, float("-inf"), 0.0)
             seen = distances[None, :] - t[:, None] <= cached

@@ -212,7 +212,6 @@ def backward_rows(
     DROPOUT: tl.constexpr,
     SHARED: tl.constexpr,
     ADAPTIVE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What a tile of rows gives in the backward pass.
@@ -267,8 +266,8 @@ def backward_rows(
             nearest = start - first - COLUMNS + 1
             if start + ROWS - 1 - first > reach and nearest <= reach + ramp + 1:
                 rise = ramp + 1 + column + reach
-                inside = (rise >= 0) & (rise <= ramp)
-                mask = tl.maximum(rise / ramp, SMALLEST)
+                inside = (rise > 0) & (rise <= ramp)
+                mask = tl.where(inside, rise / ramp, 1.0)
                 moved += tl.sum(tl.where(inside, ds / mask, 0.0), 1)
         narrow = ds.to(k.dtype)
         tl.store(weights + place, a.to(weights.dtype.element_ty), mask=seen)

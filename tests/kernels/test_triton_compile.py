@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from tests.support.triton_compile import compiled, launches
 
 KERNELS = [
-    *("position_products", "forward_rows", "position_products", "backward_rows", "position_gradient"),
-    *("add_positions", "context_gradient", "persistent_gradient"),
+    *("position_products", "forward_rows", "position_products", "backward_rows", "edge_gradient"),
+    *("position_gradient", "add_positions", "context_gradient", "persistent_gradient"),
 ]
 SHARED_MEMORY = 99 * 1024  # of a program on every GPU from compute capability 8.0 on
 

@@ -27,6 +27,7 @@ KERNELS = (
     "forward_rows",
     "add_positions",
     "backward_rows",
+    "edge_gradient",
     "context_gradient",
     "persistent_gradient",
     "position_gradient",
