@@ -12,6 +12,8 @@ from typing import Any
 from megatron_allattn.benchmark.profiles import SpanProfile
 from megatron_allattn.config.errors import usage_error
 
+MEAN_SPAN = 300  # of `max_sweep`, by default
+
 
 @dataclass(frozen=True)
 class Line:
@@ -62,11 +64,20 @@ def mean_sweep(longest: int, sizes: Sizes) -> dict[int, SpanProfile]:
     return {mean: one_long_head(mean, longest, sizes) for mean in sizes.spread(lowest, highest)}
 
 
-def max_sweep(mean: int, longest: int, sizes: Sizes) -> dict[int, SpanProfile]:
-    """Profiles with one mean, by their maximum: from the mean itself to `longest`."""
-    least = _least_mean(longest, sizes)
-    if not least <= mean <= longest - sizes.points:
-        rule = f"with {sizes.num_heads} heads, one of them at {longest}, it is in {least} … {longest - sizes.points}"
+def max_sweep(given: int | None, longest: int, sizes: Sizes) -> dict[int, SpanProfile]:
+    """Profiles with one mean, by their maximum: from the mean itself to `longest`. given: the mean, or None."""
+    mean, heads = MEAN_SPAN if given is None else given, f"with {sizes.num_heads} heads"
+    lowest, highest = _least_mean(longest, sizes), longest - sizes.points
+    if lowest > highest:
+        # (longest + (H − 1) R) / H ≤ longest − points
+        least = sizes.ramp + math.ceil(sizes.num_heads * sizes.points / (sizes.num_heads - 1))
+        rule = f"{heads}, a ramp of {sizes.ramp} and {sizes.points} points it is at least {least}"
+        raise usage_error("--longest-span", longest, rule, "give a longer span or fewer points")
+    if not lowest <= mean <= highest and given is None:
+        rule = f"{heads}, one of them at it, the mean is in {lowest} … {highest}, and it is {mean} by default"
+        raise usage_error("--longest-span", longest, rule, "give another span, or --mean-span too")
+    if not lowest <= mean <= highest:
+        rule = f"{heads}, one of them at {longest}, it is in {lowest} … {highest}"
         raise usage_error("--mean-span", mean, rule, "give such a mean, or another --longest-span")
     return {one: one_long_head(mean, one, sizes) for one in sizes.spread(mean, longest)}
 

@@ -4,6 +4,7 @@ The first rank reads the prompt and prints; every rank draws the same tokens. Er
 training (training/main.py): 0 done, 2 the user's mistake, 1 anything else.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ def _prompt_tokens(text: bytes, source: str, tokenizer: Tokenizer) -> list[int]:
         raise UsageError(f"{str(error).rpartition('; ')[0]}; leave it out of the prompt") from None
     if not len(ids):
         fix = "give at least one token to go on from"
-        raise usage_error("text of", source, f"has no token of the {tokenizer.name} vocabulary", fix)
+        what, value = ("--prompt", repr(os.fsdecode(text))) if source == "--prompt" else ("text of", source)
+        raise usage_error(what, value, f"has no token of the {tokenizer.name} vocabulary", fix)
     if unknown:
         what = f"{unknown:,} of the prompt's {len(ids):,} tokens are <unk>: the vocabulary lacks what they stand for"
         print(f"note: {what}", file=sys.stderr, flush=True)

@@ -120,6 +120,8 @@ def _compile(command: list[str], library: Path) -> None:
             errors="replace",
             timeout=SECONDS,
         )
+        if not built.exists() or not built.stat().st_size:
+            raise RuntimeError(f"{command[0]} wrote nothing, and tells of no error")
         with built.open("rb") as file:
             os.fsync(file.fileno())
         if not library.exists():  # another process may have mapped what it made meanwhile

@@ -41,6 +41,24 @@ def test_a_mean_that_no_profile_has(mean: int, message: str) -> None:
     assert max_sweep(284, 2048, SIZES) and max_sweep(2043, 2048, SIZES)
 
 
+@pytest.mark.parametrize("mean", [None, 33])
+def test_a_maximum_at_which_no_mean_leaves_room(mean: int | None) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--longest-span 37: with 8 heads, a ramp of 32 and 5 points it is at least 38"
+    ):
+        max_sweep(mean, 37, SIZES)
+    assert list(max_sweep(33, 38, SIZES)) == [33, 34, 36, 37, 38]  # (38 + 7 · 32) / 8 = 32.75
+
+
+def test_a_maximum_that_the_default_mean_does_not_fit() -> None:
+    assert list(max_sweep(None, 2048, SIZES)) == list(max_sweep(300, 2048, SIZES))
+    message = (
+        r"^--longest-span 200: with 8 heads, one of them at it, the mean is in 53 … 195, and it is 300 by default; "
+    )
+    with pytest.raises(UsageError, match=message + "give another span, or --mean-span too$"):
+        max_sweep(None, 200, SIZES)
+
+
 def test_a_maximum_that_leaves_no_room() -> None:
     with pytest.raises(UsageError, match=r"^--longest-span 70: with 8 heads the mean span goes from 37 to half of it"):
         mean_sweep(70, SIZES)

@@ -85,6 +85,14 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
             ["attention", *TINY, "--sweep", "max-span", "--longest-span", "200", "--mean-span", "50"],
             "--mean-span 50: with 4 heads, one of them at 200, it is in 74 … 193",
         ),
+        (
+            ["attention", *TINY, "--sweep", "max-span", "--longest-span", "10"],
+            "--longest-span 10: with 4 heads, a ramp of 32 and 7 points it is at least 42; give a longer span or fewer",
+        ),
+        (
+            ["attention", *TINY, "--sweep", "max-span", "--longest-span", "200"],
+            "--longest-span 200: with 4 heads, one of them at it, the mean is in 74 … 193, and it is 300 by default;",
+        ),
         (["attention", "--recipe", "enwik8-transformer-small-fixed-span"], "--recipe enwik8-transformer-small-fixed-"),
         (["layer", "--recipe", "text8-large-n0"], "--recipe text8-large-n0: its layers are not all-attention with"),
         (["data", "--input", "/no/such/file"], "--input /no/such/file: no such file; give text files"),

@@ -123,8 +123,8 @@ def test_words_that_the_vocabulary_lacks_are_told(folder: Path, capsys: pytest.C
             r"text of --prompt: character 'ß' \(U\+00DF .*\) at byte offset 4 is not in the vocabulary of \d+ chars; "
             "leave it out of the prompt",
         ),
-        ("char", "", "text of --prompt: has no token of the char vocabulary; give at least one token to go on from"),
-        ("word", "  ", "text of --prompt: has no token of the word vocabulary"),
+        ("char", "", "--prompt '': has no token of the char vocabulary; give at least one token to go on from"),
+        ("word", "  ", "--prompt ' ': has no token of the word vocabulary"),
         ("char", b"the \xff", r"text of --prompt: byte 4 \(0xff\) is not valid UTF-8; give UTF-8 text"),
         ("sentencepiece", b"\xc3", r"text of --prompt: byte 0 \(0xc3\) is not valid UTF-8"),
     ],

@@ -86,11 +86,21 @@ def test_no_compiler_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("printf 'ld: cannot find -lgomp\\ncollect2: error: ld returned 1\\n' >&2; exit 1", "ld: cannot find -lgomp"),
         ("echo killed >&2; exit 1", "killed"),
         ("exit 1", "exit code 1"),
-        ("exit 0", "No such file"),
+        ("exit 0", "/compiler wrote nothing, and tells of no error"),
+        ('for last; do :; done; : > "$last"', "/compiler wrote nothing, and tells of no error"),
         ('for last; do :; done; echo nonsense > "$last"', "invalid ELF header|file too short"),
         ("sleep 20", "took more than 1 seconds"),
     ],
-    ids=["error", "linker", "something else", "silent", "writes nothing", "writes nonsense", "hangs"],
+    ids=[
+        "error",
+        "linker",
+        "something else",
+        "silent",
+        "writes nothing",
+        "writes an empty file",
+        "writes nonsense",
+        "hangs",
+    ],
 )
 def test_a_compiler_that_fails_is_no_error(
     text: str, reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
