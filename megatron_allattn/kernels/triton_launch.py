@@ -32,6 +32,9 @@ class Tile:
         return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.warps, "num_stages": self.stages}
 
 
+EDGES = Tile(32, 1, 4, 1)  # a program holds five matrices of its rows: few, so that heads of 128 spill no register
+
+
 @dataclass(frozen=True)
 class Tiles:
     """One for each kind of kernel. In `forward` and `backward` a tile of persistent vectors is columns pairs."""
@@ -272,8 +275,8 @@ class Launch:
         self, q: Tensor, kv: Tensor, lse: Tensor, delta: Tensor, dy: Tensor, dmask: Tensor, positions: Tensor
     ) -> None:
         """To dmask, the gradient of the masks that are 0."""
-        tile, shape = self.tiles.position, self._shape(q)
-        edge_gradient[self._grid(tile)](
+        shape = self._shape(q)
+        edge_gradient[self._grid(EDGES)](
             q=q,
             kv=kv,
             positions=positions,
@@ -287,9 +290,9 @@ class Launch:
             scale=self.scale,
             ramp=self.settings.ramp,
             SHARED=self.shared,
-            ROWS=tile.rows,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            ROWS=EDGES.rows,
+            num_warps=EDGES.warps,
+            num_stages=EDGES.stages,
             **{name: shape[name] for name in ("table", "batch", "length", "heads", "K")},
             **self._dropout(),
         )

@@ -217,9 +217,9 @@ def backward_rows(
     """What a tile of rows gives in the backward pass.
 
     dq (float32 [B, M, H, K], without the part of the positions), delta = Σ dy·y [B, M, H], and dmask [B, M, H]: the sum
-    of the gradients of m over the distances where z moves it. The context's weights after dropout replace the logits
-    (`weights` is the same memory); the gradients of scores go to `dscores`, packed, where SHARED has left dy · u.
-    root: 1 / √K. Grid: row tiles, heads, streams.
+    of the gradients of m over the distances where z moves it and m is not 0 (for 0: triton_edges.py). The context's
+    weights after dropout replace the logits (`weights` is the same memory); the gradients of scores go to `dscores`,
+    packed, where SHARED has left dy · u. root: 1 / √K. Grid: row tiles, heads, streams.
     """
     head, span, before, _ = head_of(table, tl.program_id(1))
     stream = tl.program_id(2)
