@@ -285,12 +285,13 @@ def backward_rows(
             k = load_rows(persistent, i, i < vectors, 2 * K, K)
             v = load_rows(persistent + K, i, i < vectors, 2 * K, K)
             scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where((i < vectors)[None, :], scores, float("-inf"))  # 0 may be far above a row's scores
             p = tl.exp2(scores - norm[:, None])
             da = tl.dot(gradients, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
                 da *= keep_factor(bits, odd, threshold, keep_scale)
             ds = p * (da - mean[:, None])
-            total = tl.dot(ds.to(k.dtype), k, total, input_precision=PRECISION)  # beyond N, k is zero
+            total = tl.dot(ds.to(k.dtype), k, total, input_precision=PRECISION)
 
     if ADAPTIVE:
         tl.store(dmask + row + t * heads, moved, mask=valid)

@@ -45,13 +45,29 @@ CASES = [  # the interpreter takes a second for one
     for told in TOLD
     if asked[0] != "triton" or kind == "plain" or told == "spans told"
 ]
-BEYOND = "beyond the bound"
+BEYOND, LOW = "beyond the bound", "far below 0"
 
 
 def problem(scale: float, **options) -> Problem:
     """z·L of 0, 3 and 6; scores times `scale`."""
     made = make(z=(0.0, 0.25, 0.5), block_length=37, size=16, normalization="span", **options)
     return converted(replace(made, query=made.query.detach() * scale), torch.float64)
+
+
+def low_problem() -> Problem:
+    """Every score is some 200 below 0, and persistent vectors are an odd number."""
+    made, one = problem(1.0, persistent=5), torch.eye(48, dtype=torch.float64)
+    assert made.persistent_key is not None
+    low = replace(
+        made,
+        block=made.block.detach().abs(),
+        cache=made.cache.abs(),
+        query=40 * one,
+        key=-one,
+        persistent_key=-made.persistent_key.detach().abs(),
+        position=-made.position.detach().abs(),
+    )
+    return converted(low, torch.float64)
 
 
 @cache
@@ -66,7 +82,10 @@ def truth(scale: float, kind: str) -> Answer:
 def of_triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """Triton's answers to all that is asked here, from its interpreter."""
     pytest.importorskip("triton")
-    questions: dict[str, Question] = {BEYOND: (converted(problem(30.0), torch.float32), TOLD["spans told"])}
+    questions: dict[str, Question] = {
+        name: (converted(made, torch.float32), TOLD["spans told"])
+        for name, made in ((BEYOND, problem(30.0)), (LOW, low_problem()))
+    }
     for backend, *_, kind, told in CASES:
         if backend == "triton":
             questions[f"{kind}, {told}"] = converted(problem(8.0, **KINDS[kind]), torch.float32), TOLD[told]
@@ -113,3 +132,16 @@ def test_beyond_the_bound_outputs_are_exact_and_the_gradient_is_the_bounded_one(
     bounded = gradients(answer(eager.attend, made), made)["span"]
     assert bounded.abs().max() < 1e3 * math.exp(LARGEST_HIDDEN) < 1e-3 * true["span"].abs().max()
     torch.testing.assert_close(grads["span"].double(), bounded, rtol=0, atol=20 * limit * bounded.abs().max().item())
+
+
+@pytest.mark.parametrize(("backend", "dtype", "limit"), ASKED, ids=str)
+def test_scores_far_below_0(answered: Callable[..., Answer], backend: str, dtype: torch.dtype, limit: float) -> None:
+    """What is not there, behind the last vector or position, has no score of 0: e^200 would be infinite."""
+    made = low_problem()
+    expected = slow_attend(made)
+    true = gradients(expected, made)
+    found, grads = answered(backend, LOW, converted(made, dtype), TOLD["spans told"])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5 * limit * expected.abs().max().item())
+    for name, gradient in grads.items():
+        bound = 20 * limit * true[name].abs().max().item()
+        torch.testing.assert_close(gradient.double(), true[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
