@@ -17,6 +17,7 @@ from tests.support.commands import MARK, NONE, PRETRAIN, ROOT, Finished, Variabl
 SERVER = """
 import json, os, runpy, sys, traceback
 sys.path[0] = os.path.dirname(sys.argv[1])
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as `run_program` does before torch is there
 import torch
 from megatron_allattn.engine.deepspeed_engine import import_deepspeed
 from megatron_allattn.training import main
