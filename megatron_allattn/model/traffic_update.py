@@ -119,7 +119,7 @@ def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None
         if _clips_tensors(place) and sharded:
             ledger.add("tensor", "all_reduce", sharded * DOUBLE)
         return
-    if place.run.training.fp16 or (place.half and stage < 3):  # DeepSpeed looks for what is not finite
+    if place.run.training.fp16:  # whether a gradient overflows
         ledger.add("data", "all_reduce", FLAG)
         ledger.add("replica" if place.layout.pipeline_size > 1 else "tensor", "all_reduce", FLAG)
     if stage == 3:

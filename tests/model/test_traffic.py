@@ -17,6 +17,7 @@ from megatron_allattn.model.partition import by_hand, cut
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.ledger import Messages, groups_by_name
 from megatron_allattn.parallel.recorder import Recorder
+from tests.support.half import allowed
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import OPTIMIZERS, Case, build, run_config
 
@@ -77,7 +78,8 @@ class Recorded:
 def record(rank: int, world_size: int, case: Trained) -> Recorded:
     """The messages of one step, on this rank, and what they depend on beside the configuration."""
     attend = {"eager": eager.attend, "blocked": Blocked(None)}[case.backend]
-    engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
+    with allowed():  # float16
+        engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
     rng = np.random.default_rng(5)
     recorder = Recorder(engine.groups.layout, rank)
     for step in range(1, WARM_UP + 2):
@@ -95,6 +97,7 @@ def record(rank: int, world_size: int, case: Trained) -> Recorded:
             continue
         with recorder:
             train()
+        assert not engine.overflow
     tails = int((own[:, 1:] >= case.model.cutoffs[0]).sum()) if case.model.cutoffs else 0
     return Recorded(recorder.ledger.entries, lengths, tails)
 
@@ -146,6 +149,7 @@ FAST = [
     Trained(deepspeed(data=2, zero=1, dtype="bfloat16")),
     Trained(deepspeed(data=2, zero=2, accumulation=2, optimizer="adam")),
     Trained(deepspeed(data=2, zero=3)),
+    Trained(deepspeed(tensor=2, zero=1, dtype="float16"), backend="eager"),
     Trained(deepspeed(pipeline=2, accumulation=4, zero=1, layers=(1, 4)), TIED),
     Trained(deepspeed(tensor=2, pipeline=2, accumulation=2, optimizer="adam")),
 ]
@@ -191,6 +195,11 @@ ALL = [
     ),
     Trained(deepspeed(2, 2, 1, 2, sequence=True, shard_caches=True, accumulation=2, layers=(4, 1)), TIED, "full"),
     *(Trained(deepspeed(2, 2, zero, sequence=True, shard_caches=True, accumulation=2)) for zero in (2, 3)),
+    *(
+        Trained(deepspeed(tensor, data, zero, pipeline, dtype="float16", optimizer="adam"), backend="eager")
+        for tensor, data, zero, pipeline in ((2, 2, 1, 1), (1, 2, 2, 1), (2, 2, 3, 1), (2, 1, 1, 2), (2, 2, 1, 2))
+    ),
+    Trained(deepspeed(data=2, zero=1), file=Path("zero1-offload.json")),
     Trained(deepspeed(data=2, zero=2), file=Path("zero2-offload.json")),
     Trained(deepspeed(data=2, zero=3, accumulation=2), file=Path("zero3-offload.json")),
 ]
