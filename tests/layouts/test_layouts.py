@@ -32,12 +32,10 @@ FAST = [
     float32(1, 1, 1, 0, 1, "adagrad"),
     float32(2, 1, 2, 3, 2, "adagrad"),
     float32(1, 1, 2, 2, 1, "adam"),
-    float32(2, 1, 2, 0, 2, "adam"),
     float32(4, 1, 1, 1, 2, "adam"),
     replace(float32(1, 2, 1, 1, 4, "adagrad"), layers=(1, 4)),
     float32(2, 2, 1, 1, 2, "adam"),
     float32(1, 2, 2, 0, 2, "adagrad"),
-    float32(1, 4, 1, 0, 2, "adam"),
 ]
 PLAIN = [
     Case(tensor, data, 0, accumulation, optimizer, "float64", "plain")

@@ -41,10 +41,8 @@ def legal(one: dict[str, Any]) -> bool:
 LEGAL = legal_combinations(VALUES, legal)
 CASES = [Case(dtype="float32", engine="deepspeed", **one) for one in pairwise(LEGAL)]
 FAST = [
-    Case(2, 2, 1, 2, "adagrad", "float32", "deepspeed", sequence=True),
     Case(2, 1, 1, 2, "adagrad", "float32", "deepspeed", 2, sequence=True, shard_caches=True),
     Case(1, 2, 1, 2, "adam", "float32", "deepspeed", 2, backend="blocked", recompute="full", offload=True),
-    Case(2, 1, 2, 2, "adagrad", "float32", "deepspeed", offload=True),
 ]
 
 
