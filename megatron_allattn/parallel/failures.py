@@ -114,7 +114,7 @@ class Watch:
             with suppress(RuntimeError):
                 if self._ending is not None and self._ending.speaks:
                     self._store.set(_TOLD, "")
-                self._leave("left", range(self._size), PATIENCE_SECONDS)  # also for who has yet to hear of it
+                self._leave("left", self._reports(), GRACE_SECONDS)
 
     def _take(self) -> bool:
         """Whether the caller, main thread or the other, is the first to end what goes on here, and hence the one."""
