@@ -18,7 +18,7 @@ from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summar
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.model.backends import backend_of
-from megatron_allattn.model.span import cache_length, look_back, span_in_tokens, window_length
+from megatron_allattn.model.span import cache_length, layer_windows, layers_look_back, span_in_tokens
 from megatron_allattn.model.work import flops_by_part
 from megatron_allattn.parallel.random import DropoutKeys
 
@@ -73,11 +73,8 @@ class Attention:
         self.gradient = self._draw(case.batch, case.block, hidden).detach()
         self.z = [torch.tensor(z, device=self.device, dtype=self.dtype).view(-1, 1, 1).requires_grad_() for z in case.z]
         rounded = [z.flatten().tolist() for z in self.z]  # what the mask sees
-        self.windows = [window_length(max(z), length, model.span_ramp) for z in rounded]
-        self.reach = [
-            tuple(look_back(one, window, length, model.span_ramp) for one in z)
-            for z, window in zip(rounded, self.windows, strict=True)
-        ]
+        self.windows = layer_windows(rounded, length, model.span_ramp)
+        self.reach = layers_look_back(rounded, self.windows, length, model.span_ramp)
         self.caches = [self._draw(case.batch, cache_length(window, length), hidden).detach() for window in self.windows]
         self.heads = torch.arange(heads, dtype=torch.int32, device=self.device)
         self.streams = torch.arange(case.batch, dtype=torch.int32, device=self.device)

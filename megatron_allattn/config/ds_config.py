@@ -71,7 +71,7 @@ def load_deepspeed_json(config: RunConfig, world_size: int) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or a key of it contradicts the configuration or is not for this file.
     """
-    path = _locate(config.parallel.deepspeed_config or Path(f"zero{config.parallel.zero_stage}.json"))
+    path = _locate(config.parallel.deepspeed_json)
     content = _read(path)
     _check_keys(path, content)
     stage = _stage(path, content)

@@ -80,6 +80,11 @@ class ParallelConfig:
         if self.pipeline_layers is not None:
             self._check_pipeline_layers(self.pipeline_layers)
 
+    @property
+    def deepspeed_json(self) -> Path:
+        """The DeepSpeed JSON that is read, as the user knows it: one's own or that of the ZeRO stage."""
+        return self.deepspeed_config or Path(f"zero{self.zero_stage}.json")
+
     def _check_pipeline_layers(self, given: str) -> None:
         stages, fix = self.pipeline_model_parallel_size, "give one number for every stage, such as 2,1,2"
         parts = given.split(",")

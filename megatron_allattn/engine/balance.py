@@ -26,9 +26,9 @@ class Balance:
 def balance_heads(engine: Engine) -> Balance:
     """Place the heads of every layer so that the slowest rank has little work at today's spans. Collective."""
     network, ranks = engine.network, engine.groups.tensor.size
-    model, z = network.config, engine.spans().z
-    assert z is not None, "heads of a fixed span cost the same"
-    reach = layers_look_back(z, model.max_attention_span, model.span_ramp)
+    model, spans = network.config, engine.spans()
+    assert spans.z is not None, "heads of a fixed span cost the same"
+    reach = layers_look_back(spans.z.tolist(), spans.windows, model.max_attention_span, model.span_ramp)
     costs = [head_costs(model, layer) for layer in reach]
     before, after = network.placements, tuple(balance(layer, ranks) for layer in costs)
     engine.place_heads(after)

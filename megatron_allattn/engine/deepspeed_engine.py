@@ -105,8 +105,8 @@ def check_zero_settings(run: RunConfig, world_size: int) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
-        source = run.parallel.deepspeed_config or f"zero{run.parallel.zero_stage}.json"
-        raise usage_error(str(source), f"{key} = {first['input']}", first["msg"], "correct the file") from error
+        source = str(run.parallel.deepspeed_json)
+        raise usage_error(source, f"{key} = {first['input']}", first["msg"], "correct the file") from error
 
 
 class DeepSpeedEngine(Engine):

@@ -21,7 +21,7 @@ from megatron_allattn.engine.loss_scale import LossScale
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network, logical_tensors
-from megatron_allattn.model.span import look_back, span_in_tokens, window_length
+from megatron_allattn.model.span import layer_windows, layers_look_back, span_in_tokens
 from megatron_allattn.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -80,13 +80,10 @@ def find_spans(network: Network, local: Tensor | None) -> Spans:
         return Spans(windows, tuple((window,) * heads for window in windows), None, full)
     length, ramp = model.max_attention_span, model.span_ramp
     placed = torch.cat(all_gather(local.detach(), network.group), dim=1).cpu()
-    windows = tuple(window_length(layer, length, ramp) for layer in placed.amax(dim=1).tolist())
+    windows = layer_windows(placed.tolist(), length, ramp)
     own = placed.chunk(network.group.size, dim=1)[network.group.rank].tolist()
     z = torch.empty_like(placed).scatter_(1, network.head_order, placed)
-    reach = tuple(
-        tuple(look_back(head, window, length, ramp) for head in layer)
-        for layer, window in zip(own, windows, strict=True)
-    )
+    reach = layers_look_back(own, windows, length, ramp)
     return Spans(windows, reach, z, span_in_tokens(z, length, ramp))
 
 

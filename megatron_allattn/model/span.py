@@ -5,6 +5,7 @@ mask m_z(x) is 1 up to a distance of z·L + 1, falls to 0 over a ramp of R token
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,13 +54,19 @@ def look_back(z: float, window: int, max_span: int, ramp: int) -> int:
     return min(window, reach + ramp + 1)
 
 
-def layers_look_back(z: Tensor, max_span: int, ramp: int) -> list[list[int]]:
-    """`look_back` of every head of some layers, z [layers, heads], each in its layer's window."""
-    windows = [window_length(longest, max_span, ramp) for longest in z.amax(dim=1).tolist()]
-    return [
-        [look_back(head, window, max_span, ramp) for head in layer]
-        for layer, window in zip(z.tolist(), windows, strict=True)
-    ]
+def layer_windows(z: Sequence[Sequence[float]], max_span: int, ramp: int) -> tuple[int, ...]:
+    """W of every layer; z: of all heads of each."""
+    return tuple(window_length(max(layer), max_span, ramp) for layer in z)
+
+
+def layers_look_back(
+    z: Sequence[Sequence[float]], windows: Sequence[int], max_span: int, ramp: int
+) -> tuple[tuple[int, ...], ...]:
+    """`look_back` of heads of every layer in its window."""
+    return tuple(
+        tuple(look_back(head, window, max_span, ramp) for head in layer)
+        for layer, window in zip(z, windows, strict=True)
+    )
 
 
 def window_of_reach(longest: int, max_span: int) -> int:

@@ -46,7 +46,7 @@ def zero_settings(place: Place) -> dict[str, Any]:
     run = place.run
     content = load_deepspeed_json(run, place.layout.world_size)
     given = content.get("zero_optimization", {})
-    source = str(run.parallel.deepspeed_config or f"zero{run.parallel.zero_stage}.json")
+    source = str(run.parallel.deepspeed_json)
     for key, value in given.items():
         if key not in _NO_EFFECT and (key not in _DEFAULTS or (key in _FIXED and value != _DEFAULTS[key])):
             raise usage_error(source, key, "its traffic cannot be predicted", "leave it out to predict the traffic")

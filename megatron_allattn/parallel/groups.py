@@ -75,7 +75,7 @@ def make_groups(layout: Layout, timeout: timedelta) -> Groups:
 
 def _pipeline_groups(layout: Layout, rank: int, timeout: timedelta) -> dict[str, Group]:
     pipelines = _distinct(layout.pipeline_group, layout.world_size)
-    ends = [[ranks[0], ranks[-1]] for ranks in pipelines] + [[r] for ranks in pipelines for r in ranks[1:-1]]
+    ends = _distinct(layout.ends_group, layout.world_size)
     return {"pipeline": _join(pipelines, rank, timeout), "ends": _join(ends, rank, timeout)}
 
 

@@ -64,6 +64,12 @@ class Layout:
         tensor, data = self.tensor_rank(rank), self.data_rank(rank)
         return [self.rank(tensor=tensor, data=data, pipeline=stage) for stage in range(self.pipeline_size)]
 
+    def ends_group(self, rank: int) -> list[int]:
+        """The first and the last stage of `rank`'s pipeline, which may share a vocabulary, or `rank` between them."""
+        pipeline = self.pipeline_group(rank)
+        ends = sorted({pipeline[0], pipeline[-1]})
+        return ends if rank in ends else [rank]
+
 
 def padded_share(total: int, parts: int) -> int:
     """Rows per rank when `total` rows are dealt to `parts` ranks in equal blocks, the last ones padded."""

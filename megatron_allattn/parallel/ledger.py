@@ -31,14 +31,12 @@ class Messages:
 def groups_by_name(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     """The ranks of every group that `rank` is in: those of groups.py, and `replica`, a copy of the model, which
     DeepSpeed's pipeline makes."""
-    pipeline, data = layout.pipeline_group(rank), layout.data_rank(rank)
-    tensors, stages = range(layout.tensor_size), range(layout.pipeline_size)
-    ends = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) else (rank,)
+    data, tensors, stages = layout.data_rank(rank), range(layout.tensor_size), range(layout.pipeline_size)
     return {
         "tensor": tuple(layout.tensor_group(rank)),
         "data": tuple(layout.data_group(rank)),
-        "pipeline": tuple(pipeline),
-        "ends": ends,
+        "pipeline": tuple(layout.pipeline_group(rank)),
+        "ends": tuple(layout.ends_group(rank)),
         "replica": tuple(sorted(layout.rank(tensor=t, data=data, pipeline=p) for t in tensors for p in stages)),
         "world": tuple(range(layout.world_size)),
     }

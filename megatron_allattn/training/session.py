@@ -5,7 +5,7 @@ Each step that may fail on some ranks only is agreed on by all, so that one line
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +33,7 @@ from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import first_reach, stage_parts
-from megatron_allattn.model.span import layers_look_back
+from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
@@ -204,7 +204,7 @@ def build_engine(
     device: torch.device,
     fused: FusedOps,
     attend: Attend,
-    reach: list[list[int]],
+    reach: Sequence[Sequence[int]],
 ) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands. reach: by which layers are dealt to stages."""
     parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
@@ -218,12 +218,13 @@ def build_engine(
     return engine(network, run, groups, device, _precision(run), fused)
 
 
-def _reach(run: RunConfig, step_folder: Path | None) -> list[list[int]]:
+def _reach(run: RunConfig, step_folder: Path | None) -> Sequence[Sequence[int]]:
     """How far the heads of every layer look, for dealing layers to stages: as training starts, or in a checkpoint."""
     model, current = run.model, run.parallel.pipeline_partition == "current-cost"
     if step_folder is None or not (current and model.adaptive_span):
         return first_reach(model)
-    return layers_look_back(saved_spans(step_folder, model), model.max_attention_span, model.span_ramp)
+    z, sizes = saved_spans(step_folder, model).tolist(), (model.max_attention_span, model.span_ramp)
+    return layers_look_back(z, layer_windows(z, *sizes), *sizes)
 
 
 def _precision(run: RunConfig) -> torch.dtype:

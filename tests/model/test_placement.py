@@ -11,7 +11,7 @@ import torch
 from megatron_allattn.benchmark.profiles import packaged, read_profile
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.model.placement import balance, head_costs, loads, slowest_share
-from megatron_allattn.model.span import layers_look_back
+from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, Placement, in_order
 
 
@@ -92,8 +92,9 @@ def test_the_share_of_the_slowest_rank_is_taken_layer_by_layer() -> None:
 def test_what_a_head_costs() -> None:
     """Columns in steps of 16, and the persistent vectors of its softmax."""
     model = ModelConfig(num_layers=2, num_attention_heads=4, persistent_memory_size=10, max_attention_span=256)
-    reach = layers_look_back(torch.tensor([[0.0, 0.25, 1.0, 0.5], [0.0] * 4]), 256, 32)
-    assert reach == [[33, 97, 256, 161], [33] * 4]
+    z = [[0.0, 0.25, 1.0, 0.5], [0.0] * 4]
+    reach = layers_look_back(z, layer_windows(z, 256, 32), 256, 32)
+    assert reach == ((33, 97, 256, 161), (33,) * 4)
     assert head_costs(model, reach[0]) == [58, 122, 266, 186]
     apart = ModelConfig(num_attention_heads=4, persistent_memory_size=10, variant="attn-split")
     assert head_costs(apart, reach[0]) == [48, 112, 256, 176]

@@ -18,6 +18,9 @@ def test_groups_of_a_rank() -> None:
     layout = Layout(tensor_size=2, data_size=2, pipeline_size=2)
     assert [layout.tensor_group(rank) for rank in (0, 1, 6)] == [[0, 1], [0, 1], [6, 7]]
     assert [layout.data_group(rank) for rank in (0, 3, 5)] == [[0, 2], [1, 3], [5, 7]]
+    long = Layout(tensor_size=2, data_size=1, pipeline_size=3)
+    assert [long.ends_group(rank) for rank in range(6)] == [[0, 4], [1, 5], [2], [3], [0, 4], [1, 5]]
+    assert Layout(tensor_size=2, data_size=1, pipeline_size=1).ends_group(1) == [1]
 
 
 def test_the_data_size_follows_from_the_world() -> None:

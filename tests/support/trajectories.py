@@ -10,8 +10,9 @@ import torch
 
 from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig, Recompute, RunConfig, TrainingConfig
 from megatron_allattn.data.streams import TokenStreams
-from megatron_allattn.engine.deepspeed_engine import import_deepspeed
+from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, import_deepspeed
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.registry import BACKENDS, Attend
@@ -178,9 +179,6 @@ def build(
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     if case.engine == "plain":
         return PlainEngine(network, run, groups, device, dtype, FusedOps("torch"))
-    from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
-    from megatron_allattn.engine.pipeline_engine import PipelineEngine
-
     engine = PipelineEngine if case.pipeline > 1 else DeepSpeedEngine
     return engine(network, run, groups, device, dtype, FusedOps("torch"))
 
