@@ -26,8 +26,8 @@ from megatron_allattn.parallel.collectives import agree
 def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> None:
     """Write the complete step folder of `step`. Collective. A step that exists already is replaced.
 
-    Raises StorageError on the first rank (PeerFailed on the others) when it cannot be written; nothing half-written is
-    left.
+    Raises StorageError on the first rank when it cannot be written; nothing half-written is left. The others raise
+    PeerFailed where that is before or after the tensors; in between they hear of it as of any failure (failures.py).
     """
     writer = engine.groups.rank == 0
     temporary = agree(lambda: folder.begin(run_folder, step) if writer else None, engine.groups.world, lambda _: 1)

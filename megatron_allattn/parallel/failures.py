@@ -2,15 +2,16 @@
 
 Ranks tell each other through the store at which they have met, since collectives are what has failed:
 
-- A rank that fails leaves a report (verdict.py) and a mark that there is one.
+- A rank that fails leaves a report (verdict.py) and a mark that there is one. So does one that gets SIGTERM, if none
+  has failed a moment later: launchers send it to all ranks once one has ended, batch systems when time is up.
 - A thread of every rank looks for the mark. It reports for a main thread that waits in a collective, which nothing else
   could wake before the time-out, and ends the process.
 - When all have reported, or after `PATIENCE_SECONDS`, one rank speaks: that with an error of its own, else the lowest
   that is there. The others end once it has: many launchers end all ranks as soon as one has ended.
-- Where the store is gone, so is what holds it (the first rank, or torchrun's agent): rank 1 says so, and the first rank
-  of every other host, which cannot know whether rank 1 is there.
+- Where the store is gone or frozen, so is what holds it (the first rank, or torchrun's agent): rank 1 says so, and the
+  first rank of every other host, which cannot know whether rank 1 is there.
 
-A launcher that sees a rank die ends the others with SIGTERM at once, hence it waits until they have spoken.
+Nothing here waits for ever: every answer of the store has a limit (board.py), and so has what SIGTERM has to wait for.
 """
 
 import json
@@ -24,14 +25,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_allattn.config.errors import one_line
 from megatron_allattn.config.reporting import GRACE_SECONDS
+from megatron_allattn.parallel.board import Board, Silent
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.verdict import Report, kind_of, place, told, verdict, where_now, where_raised
 
@@ -39,18 +39,29 @@ POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 5.0
 """What a rank gets to report that another has failed, before it counts as gone."""
 
+ANSWER_SECONDS = 10.0
+"""What the store gets for an answer, before it counts as gone."""
+
+SPEECH_SECONDS = 30.0
+"""Once a rank has failed, SIGTERM waits this long for what is to be said about it."""
+
 _FAILED, _TOLD, _SPEAKER = "failed", "told", "speaker"  # keys of the store
 _ENDED = ("done", "left")  # of these with /RANK: whether it has ended well
 _STOP = 0  # no signal's number
+_SIGTERM_CODE = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a failed run ends on this rank; `speaks`: whether the message is this rank's to print."""
+    """How a failed run ends on this rank.
+
+    speaks: whether the message is this rank's to print; explained: whether it is an error of a rank's own.
+    """
 
     message: str
     speaks: bool
     exit_code: int
+    explained: bool = False
 
 
 class Watch:
@@ -65,14 +76,13 @@ class Watch:
         self._rank, self._size = groups.rank, groups.world.size
         self._lock = threading.Lock()
         self._ending: Ending | None = None
-        self._taken = False
+        self._taker: int | None = None
+        self._reporters: list[int] = []
         self._main = threading.get_ident()
 
     def __enter__(self) -> "Watch":
         if self._size > 1:
-            default: Any = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore("failures", default.clone())  # a connection of its own
-            self._store.set_timeout(timedelta(seconds=PATIENCE_SECONDS))
+            self._board = Board("failures", ANSWER_SECONDS)
             self._wake, self._bell = os.pipe()
             os.set_blocking(self._bell, False)
             self._handler = signal.signal(signal.SIGTERM, lambda *_: None)  # the thread acts on it: this one may wait
@@ -88,8 +98,9 @@ class Watch:
             self._thread.join()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, self._handler)
-            with suppress(RuntimeError):
-                self._leave("done", range(self._size), self._seconds)
+            os.close(self._wake)
+            os.close(self._bell)
+            self._leave("done", range(self._size), PATIENCE_SECONDS)
 
     def explain(self, error: BaseException, exit_code: int, *, says_all: bool) -> Ending:
         """What this rank's exception comes from. The same again for later calls; waits for the others' reports.
@@ -110,17 +121,20 @@ class Watch:
 
     def told(self) -> None:
         """This rank has printed what it had to, or has nothing to print, and is about to end."""
-        if self._size > 1:
+        if self._size == 1 or self._ending is None:
+            return
+        if self._ending.speaks:
             with suppress(RuntimeError):
-                if self._ending is not None and self._ending.speaks:
-                    self._store.set(_TOLD, "")
-                self._leave("left", self._reports(), GRACE_SECONDS)
+                self._board.ask(lambda store: store.set(_TOLD, ""))
+        # After an error a rank that is late may be about to find the same; after a death the dead need no waiting for.
+        every = range(self._size) if self._ending.explained else self._reporters
+        self._leave("left", every, PATIENCE_SECONDS if self._ending.explained else GRACE_SECONDS)
 
     def _take(self) -> bool:
         """Whether the caller, main thread or the other, is the first to end what goes on here, and hence the one."""
         with self._lock:
-            first, self._taken = not self._taken, True
-        return first
+            self._taker = self._taker or threading.get_ident()
+        return self._taker == threading.get_ident()
 
     def _take_or_wait(self) -> None:
         """For the main thread: where the other was first, the process is about to end."""
@@ -129,84 +143,115 @@ class Watch:
 
     def _look(self) -> None:
         """The thread: until the bell rings for its end, or there is a reason to end the process."""
-        end = math.inf
-        with suppress(RuntimeError):  # the store is gone, which `_conclude` finds too
-            while not self._store.check([_FAILED]):
-                signals = os.read(self._wake, 64) if select.select([self._wake], [], [], POLL_SECONDS)[0] else b""
-                if _STOP in signals:
-                    return
-                if signal.SIGTERM in signals:
-                    end = min(end, time.monotonic() + GRACE_SECONDS)
-                if time.monotonic() > end:  # no rank has failed: somebody wants an end
-                    os._exit(128 + signal.SIGTERM)
-        if self._take():
-            ending = self._conclude(Report("there", where_now(self._groups, self._main)))
-            self.last_words(ending)
-            if ending.speaks:
-                print(f"error: {ending.message}", file=sys.stderr, flush=True)
-            self._ending = ending
-            self.told()
-            sys.stdout.flush()
-            os._exit(ending.exit_code)
+        wanted, failed = math.inf, self._board.begin(_has_failed)
+        while True:
+            signals = os.read(self._wake, 64) if select.select([self._wake], [], [], POLL_SECONDS)[0] else b""
+            if _STOP in signals:
+                return
+            if signal.SIGTERM in signals:
+                wanted = min(wanted, time.monotonic())
+            if failed.done() and self._taker is None:
+                if failed.exception() is not None or failed.result():  # the store is gone, which `_conclude` finds too
+                    self._end(Report("there", where_now(self._groups, self._main)))
+                failed = self._board.begin(_has_failed)
+            waited = time.monotonic() - wanted
+            if waited > SPEECH_SECONDS:
+                os._exit(_SIGTERM_CODE)
+            if waited > GRACE_SECONDS:
+                self._end(Report("ended", where_now(self._groups, self._main), exit_code=_SIGTERM_CODE))
+
+    def _end(self, report: Report) -> None:
+        """For the thread: end the process, unless the main thread is about to."""
+        if not self._take():
+            return
+        ending = self._ending = self._conclude(report)
+        self.last_words(ending)
+        if ending.speaks:
+            print(f"error: {ending.message}", file=sys.stderr, flush=True)
+        self.told()
+        sys.stdout.flush()
+        os._exit(ending.exit_code)
 
     def _conclude(self, report: Report) -> Ending:
+        heard = False
         try:
-            self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
-            self._store.set(_FAILED, "")
+            self._board.ask(lambda store: _publish(store, self._rank, report))
+            heard = True
+            return self._agree(report, self._gather())
+        except Silent:
+            return self._without_store(report, "does not answer")
         except RuntimeError:
-            return self._without_store(report)
-        try:
-            reports = self._gather(report)
-            return self._agree(reports, verdict(reports, self._size, self._seconds))
-        except RuntimeError:  # the rank that holds it has ended, having heard of the failure: somebody has spoken
-            return Ending("the run has failed on another rank", False, report.exit_code)
+            if heard:  # the rank that holds it has ended, having heard of the failure: somebody has spoken
+                return Ending("the run has failed on another rank", False, report.exit_code)
+            return self._without_store(report, "is gone")
 
-    def _gather(self, own: Report) -> dict[int, Report]:
+    def _gather(self) -> dict[int, Report]:
         """Everyone's report; an error explains the rest, whose reports need not be waited for."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            reports = self._reports()
+            reports = self._board.ask(lambda store: _reports(store, self._size))
             complete = len(reports) == self._size or any(report.kind == "error" for report in reports.values())
             if complete or time.monotonic() > deadline:
                 return reports
             time.sleep(0.05)
 
-    def _reports(self) -> dict[int, Report]:
-        found = {}
-        for rank in range(self._size):
-            if self._store.check([f"report/{rank}"]):
-                found[rank] = Report(**json.loads(self._store.get(f"report/{rank}")))
-            elif self._store.check([f"done/{rank}"]):
-                found[rank] = Report("done")
-        return found
-
-    def _agree(self, reports: dict[int, Report], message: str) -> Ending:
+    def _agree(self, own: Report, reports: dict[int, Report]) -> Ending:
         """Make one rank the speaker: the one that should be, or whoever has waited for it in vain."""
+        self._reporters = list(reports)
+        message = verdict(reports, self._size, self._seconds)
         errors = [rank for rank, report in reports.items() if report.kind == "error"]
         there = errors or [rank for rank, report in reports.items() if report.kind != "done"]
-        exit_code = reports[min(errors)].exit_code if errors else 1
+        exit_code = reports[min(errors)].exit_code if errors else own.exit_code
         deadline = time.monotonic() + (0.0 if self._rank == min(there) else PATIENCE_SECONDS)
         while time.monotonic() < deadline:
-            if self._store.check([_TOLD]):
-                return Ending(message, False, exit_code)
+            if self._board.ask(lambda store: store.check([_TOLD])):
+                return Ending(message, False, exit_code, bool(errors))
             time.sleep(0.05)
-        return Ending(message, self._store.add(_SPEAKER, 1) == 1, exit_code)
+        speaker = self._board.ask(lambda store: store.compare_set(_SPEAKER, "", str(self._rank)))
+        return Ending(message, int(speaker) == self._rank, exit_code, bool(errors))
 
-    def _without_store(self, report: Report) -> Ending:
+    def _without_store(self, report: Report, how: str) -> Ending:
         if report.kind == "error":
             return Ending(report.message, True, report.exit_code)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        gone = "the launcher on the first host" if agent else "rank 0"
+        holder = "the launcher on the first host" if agent else "rank 0"
         speaks = self._rank == 1 or os.environ["LOCAL_RANK"] == "0"
         if not speaks:
             time.sleep(GRACE_SECONDS)
-        return Ending(f"{gone} is gone: {told({self._rank: report}, self._seconds)}", speaks, 1)
+        return Ending(f"{holder} {how}: {told({self._rank: report}, self._seconds)}", speaks, report.exit_code)
 
     def _leave(self, key: str, ranks: Iterable[int], seconds: float) -> None:
         """Say that this rank is about to end; the first, with which the store may end, waits for these others."""
-        self._store.set(f"{key}/{self._rank}", "")
-        deadline = time.monotonic() + seconds
-        waiting = set(ranks) - {self._rank} if self._rank == 0 else set()
-        while waiting and time.monotonic() < deadline:
-            time.sleep(0.02)
-            waiting = {rank for rank in waiting if not any(self._store.check([f"{key}/{rank}"]) for key in _ENDED)}
+        with suppress(RuntimeError):
+            self._board.ask(lambda store: store.set(f"{key}/{self._rank}", ""))
+            deadline = time.monotonic() + seconds
+            waiting = set(ranks) - {self._rank} if self._rank == 0 else set()
+            while waiting and time.monotonic() < deadline:
+                time.sleep(0.02)
+                waiting -= self._board.ask(lambda store: _gone(store, self._size))
+
+
+def _has_failed(store: dist.Store) -> bool:
+    return store.check([_FAILED])
+
+
+def _publish(store: dist.Store, rank: int, report: Report) -> None:
+    """Leave a report and the mark, and make sure that they have arrived: `set` alone waits for nothing."""
+    store.set(f"report/{rank}", json.dumps(asdict(report)))
+    store.set(_FAILED, "")
+    store.check([_FAILED])
+
+
+def _reports(store: dist.Store, size: int) -> dict[int, Report]:
+    found = {}
+    for rank in range(size):
+        if store.check([f"report/{rank}"]):
+            found[rank] = Report(**json.loads(store.get(f"report/{rank}")))
+        elif store.check([f"done/{rank}"]):
+            found[rank] = Report("done")
+    return found
+
+
+def _gone(store: dist.Store, size: int) -> set[int]:
+    """Ranks that have said that they end."""
+    return {rank for rank in range(size) if any(store.check([f"{key}/{rank}"]) for key in _ENDED)}

@@ -4,6 +4,7 @@ Pure functions of reports, stack frames and groups; failures.py brings the repor
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,18 +17,24 @@ from megatron_allattn.parallel.collectives import PeerFailed
 from megatron_allattn.parallel.groups import Group, Groups
 
 _COLLECTIVES = dist.distributed_c10d.__file__
-_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "Application timeout caused pair closure")
-_LATE = ("Timed out waiting", "wait timeout")
+_GLOO = re.compile(r"\[[^]]*\.cc:\d+\]")
+"""How gloo begins what it says; it raises plain RuntimeErrors, as other code does."""
 
-Kind = Literal["error", "lost", "late", "there", "done"]
+_LOST = re.compile(
+    "Connection closed by peer|Connection reset|Broken pipe|Application timeout caused pair closure"  # gloo
+    "|ncclRemoteError|remote process exited|[Ss]ocket.*(closed|reset|refused)"  # NCCL
+)
+_LATE = re.compile("Timed out waiting|[Tt]imeout", re.IGNORECASE)
+
+Kind = Literal["error", "ended", "lost", "late", "there", "done"]
 
 
 @dataclass(frozen=True)
 class Report:
     """What a rank says of itself once any rank has failed.
 
-    kind: an error of its own; a collective that failed since the connection was lost, or since the others did not come
-    in time; `there`: nothing of that, it waits or computes; `done`: it has ended well.
+    kind: an error of its own; `ended` by SIGTERM; a collective that failed since the connection was lost, or since the
+    others did not come in time; `there`: nothing of that, it waits or computes; `done`: it has ended well.
     where: the group in which it waited, or the line at which it was.
     """
 
@@ -41,10 +48,11 @@ def kind_of(error: BaseException) -> Kind:
     """Whose failure an exception tells of: `error` is this rank's own, anything else comes from another's."""
     if isinstance(error, PeerFailed):
         return "there"
-    if isinstance(error, RuntimeError):
-        if any(sign in str(error) for sign in _LOST):
+    message = str(error)
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO.search(message)):
+        if _LOST.search(message):
             return "lost"
-        if any(sign in str(error) for sign in _LATE):
+        if _LATE.search(message):
             return "late"
     return "error"
 
@@ -52,7 +60,7 @@ def kind_of(error: BaseException) -> Kind:
 def verdict(reports: Mapping[int, Report], world_size: int, seconds: float) -> str:
     """The message. reports: by rank, of those that have answered; seconds: the time-out of collectives.
 
-    A rank's own error explains everything else; then ranks that are gone; then who waited where.
+    A rank's own error explains everything else; then ranks that are gone; then SIGTERM; then who waited where.
     """
     errors = [rank for rank, report in reports.items() if report.kind == "error"]
     if errors:
@@ -61,8 +69,13 @@ def verdict(reports: Mapping[int, Report], world_size: int, seconds: float) -> s
     gone = [rank for rank in range(world_size) if rank not in reports]
     if gone:
         return f"{name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone: {details}"
-    if any(report.kind == "late" for report in reports.values()):
+    kinds = {report.kind for report in reports.values()}
+    if "ended" in kinds:
+        return f"the run was ended by SIGTERM: {details}"
+    if "late" in kinds:
         return f"the ranks waited for each other in vain: {details}"
+    if "done" in kinds:
+        return f"some ranks ended before the others: {details}"
     return f"a connection was lost, but no rank is gone: {details}"
 
 
@@ -76,7 +89,13 @@ def name_ranks(ranks: Iterable[int], word: str = "and") -> str:
 def told(reports: Mapping[int, Report], seconds: float) -> str:
     """What the ranks say, those that say the same together, and what explains most first: who was elsewhere comes
     before who waited for it."""
-    words = {"lost": "lost the connection", "late": f"gave up after {seconds:g} s", "there": "waited", "done": "ended"}
+    words = {
+        "ended": "got SIGTERM",
+        "lost": "lost the connection",
+        "late": f"gave up after {seconds:g} s",
+        "there": "waited",
+        "done": "ended",
+    }
     same: dict[tuple[int, bool, str], list[int]] = {}
     for rank, report in sorted(reports.items()):
         waits = not (report.kind == "there" and report.where.startswith("at "))

@@ -20,7 +20,7 @@ from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.collectives import PeerFailed, agree
+from megatron_allattn.parallel.collectives import PeerFailed, agree, gather_objects
 from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
 from megatron_allattn.parallel.layout import Layout
@@ -93,6 +93,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
         watch.last_words = lambda ending: _write_failure(opened, ending)
         session.notes += lock.notes if lock is not None else []
         train(session)
+        gather_objects(None, groups.world)  # a rank that is gone by now is told of
         _write_outcome(session, "done", session.why_ended)
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from megatron_allattn.parallel.collectives import PeerFailed, all_reduce
 from megatron_allattn.parallel.groups import make_groups
@@ -47,8 +48,23 @@ TENSOR, PIPELINE = "in the tensor group [2, 3]", "in the pipeline group [1, 3], 
             "a connection was lost, but no rank is gone: "
             "ranks 0, 1, 2 and 3 lost the connection in the world group [0, 1, 2, 3]",
         ),
+        (
+            {0: Report("lost", TENSOR), 1: Report("there", TENSOR), 2: Report("done"), 3: Report("done")},
+            "some ranks ended before the others: rank 0 lost the connection in the tensor group [2, 3]; "
+            "rank 1 waited in the tensor group [2, 3]; ranks 2 and 3 ended",
+        ),
+        (
+            {0: Report("late", TENSOR), 1: Report("ended", TENSOR), 2: Report("there", TENSOR), 3: Report("done")},
+            "the run was ended by SIGTERM: rank 1 got SIGTERM in the tensor group [2, 3]; "
+            "rank 0 gave up after 20 s in the tensor group [2, 3]; rank 2 waited in the tensor group [2, 3]; "
+            "rank 3 ended",
+        ),
+        (
+            {0: Report("ended", TENSOR), 2: Report("ended", TENSOR), 3: Report("ended", TENSOR)},
+            "rank 1 is gone: ranks 0, 2 and 3 got SIGTERM in the tensor group [2, 3]",
+        ),
     ],
-    ids=["error", "gone", "two gone", "late", "lost"],
+    ids=["error", "gone", "two gone", "late", "lost", "some done", "sigterm", "sigterm after a death"],
 )
 def test_what_explains_most_is_the_message(reports: dict[int, Report], message: str) -> None:
     assert verdict(reports, 4, 20.0) == message
@@ -57,14 +73,18 @@ def test_what_explains_most_is_the_message(reports: dict[int, Report], message: 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:27012"), "lost"),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:27012"), "lost"),
         (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), "late"),
+        (RuntimeError("Connection reset by the data server, timed out waiting"), "error"),
+        (DistBackendError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), "lost"),
+        (DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "late"),
+        (DistBackendError("ncclUnhandledCudaError: Call to CUDA function failed. out of memory"), "error"),
         (PeerFailed(1, 2), "there"),
         (RuntimeError("shape '[3]' is invalid"), "error"),
         (OSError("Broken pipe"), "error"),
         (KeyboardInterrupt(), "error"),
     ],
-    ids=["lost", "late", "peer", "own", "of a file", "interrupted"],
+    ids=["lost", "late", "words", "nccl lost", "nccl late", "nccl own", "peer", "own", "of a file", "interrupted"],
 )
 def test_whose_failure_an_exception_is(error: BaseException, kind: str) -> None:
     assert kind_of(error) == kind

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 KILLABLE = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "open")
@@ -47,3 +50,57 @@ def kill_before_call(number: int) -> None:
 
     for name in KILLABLE:
         setattr(os, name, wrap(getattr(os, name)))
+
+
+class Forked:
+    """A forked child that runs a function with outputs of its own, as a program would; use it in `with`, which ends it.
+
+    Its exit code is the function's result; 1, and the exception on stderr, where that raises.
+    """
+
+    def __init__(self, function: Callable[[], int], folder: Path, name: str, variables: Mapping[str, str]) -> None:
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        self._code: int | None = None
+        for path in (self._out, self._err):
+            path.touch()
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number, path in ((1, self._out), (2, self._err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.update(variables)
+            code = 1
+            try:
+                code = function()
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, -N for signal N. Raises AssertionError with its output when the end does not come."""
+        deadline = time.monotonic() + timeout
+        while self._code is None:
+            assert time.monotonic() < deadline, f"no end after {timeout:g} s:\n{self.stdout}{self.stderr}"
+            time.sleep(0.02)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
