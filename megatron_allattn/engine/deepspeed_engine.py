@@ -215,8 +215,12 @@ class DeepSpeedEngine(Engine):
             return found
 
         def partitions() -> Iterator[tuple[nn.Parameter, Tensor]]:
-            for place, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
-                yield from zip(group, zero.averaged_gradients[place], strict=True)
+            for place, group in enumerate(zero.fp16_groups):
+                if zero.offload_optimizer:  # the gradients are on the host; their norms have been kept
+                    kept = ((one, zero.norm_for_param_grads.get(zero.get_param_id(one))) for one in group)
+                    yield from ((one, norm) for one, norm in kept if norm is not None)
+                else:
+                    yield from zip(group, zero.averaged_gradients[place], strict=True)
 
         zero._get_norm_groups = norms
 

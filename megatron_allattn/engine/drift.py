@@ -7,16 +7,15 @@ before a checkpoint is written.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import agree, gather_objects
+from megatron_allattn.parallel.verdict import name_ranks
 
-SHOWN = 5  # names and ranks in a message
+SHOWN = 5  # weights in a message
 
 
 class Drift(RuntimeError):
@@ -27,7 +26,7 @@ def check_replicas(engine: Engine) -> None:
     """Compare every weight's hash over the ranks that hold the same. Collective.
 
     Raises Drift on the first rank (PeerFailed on the others): it names weights, the ranks that differ from most of
-    those that hold them, and how many do.
+    those that hold them, and how many do; where no version is that of most, the ranks of each.
     """
     own = {key: _digest(tensor) for key, tensor in engine.held()}
     held: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
@@ -36,17 +35,29 @@ def check_replicas(engine: Engine) -> None:
             held.setdefault(key, []).append((rank, digest))
     found = []
     for (name, part), copies in sorted(held.items()):
-        (common, _), *others = Counter(digest for _, digest in copies).most_common()
-        if others:
-            ranks = _some(rank for rank, digest in copies if digest != common)
-            found.append(f"{name}{part} on rank {ranks} of {len(copies)} that hold it")
+        versions: dict[bytes, list[int]] = {}
+        for rank, digest in copies:
+            versions.setdefault(digest, []).append(rank)
+        if len(versions) > 1:
+            found.append(f"{name}{part} {_apart(list(versions.values()))}")
     agree(lambda: _refuse(found), engine.groups.world, lambda _: 1)
+
+
+def _apart(versions: list[list[int]]) -> str:
+    """Which ranks differ, of lists of those that are the same."""
+    most, *others = sorted(versions, key=len, reverse=True)
+    differ = [rank for version in others for rank in version]
+    if len(most) > len(differ):
+        return f"on {name_ranks(differ)} of {len(most) + len(differ)} that hold it"
+    return f"on {', another on '.join(map(name_ranks, sorted(versions)))}, and it is not known which is right"
 
 
 def _refuse(found: list[str]) -> None:
     if found:
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise Drift(
-            f"{len(found)} of the weights are no longer the same on all ranks that hold them: {_some(found, '; ')}. "
+            f"{len(found)} of the weights are no longer the same on all ranks that hold them: "
+            f"{'; '.join(found[:SHOWN])}{more}. "
             "Nothing was saved: go on from the last checkpoint, after a look at those ranks' hosts"
         )
 
@@ -54,9 +65,3 @@ def _refuse(found: list[str]) -> None:
 def _digest(tensor: Tensor) -> bytes:
     """Of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data).digest()[:16]
-
-
-def _some(things: Iterable[object], separator: str = ", ") -> str:
-    every = [str(thing) for thing in things]
-    more = f"{separator}and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return separator.join(every[:SHOWN]) + more

@@ -43,7 +43,7 @@ def refuse_not_finite(groups: Groups, step: int, gradients: Iterable[tuple[str, 
     then = f"; also on {name_ranks(others)}" if others else ""
     message = (
         f"step {step}: the gradient is not finite on {name_ranks(first, 'or')}{where}{loss}: {what}{then}. "
-        "The update is not made: go on from the last checkpoint, with a smaller --lr or after a look at that host"
+        "The update is not made: look at that host and go on from the last checkpoint, or begin anew at a smaller --lr"
     )
     agree(lambda: _refuse(message, groups.rank == first[0]), groups.world, lambda _: NotFinite.exit_code)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_allattn.config import RunConfig
+from megatron_allattn.config import ParallelConfig, RunConfig
+from megatron_allattn.config.errors import usage_error
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model import activations
@@ -104,7 +105,10 @@ def step_phases(
         cluster_tokens: with an adaptive softmax, how many of a micro-batch's targets are in each cluster.
         longest: how far the head of all layers looks back that looks farthest (`look_back` of model/span.py), for the
             scratch memory; by default the longest window.
+
+    Raises UsageError for what it does not know yet: pipelines, sequence parallelism, shared caches.
     """
+    _check_predictable(run.parallel)
     batch = batch_shape(run, world_size)
     ranks = run.parallel.tensor_model_parallel_size
     model, shape = run.model, activations.Shape(batch.micro_batch_size, run.training.seq_length, ranks)
@@ -134,6 +138,17 @@ def step_phases(
         phases["average"] = always + 3 * total
     phases["update"] = always + total + _update_elements(network, run)
     return {phase: elements * FLOAT for phase, elements in phases.items()}
+
+
+def _check_predictable(parallel: ParallelConfig) -> None:
+    stages = parallel.pipeline_model_parallel_size
+    for flag, value in (
+        ("--pipeline-model-parallel-size", str(stages) if stages > 1 else None),
+        ("--sequence-parallel", "on" if parallel.sequence_parallel else None),
+        ("--shard-caches", "on" if parallel.shard_caches else None),
+    ):
+        if value is not None:
+            raise usage_error(flag, value, "its memory in a step cannot be predicted", "leave it out to predict memory")
 
 
 def step_traffic(

@@ -90,7 +90,8 @@ def _memory(session: Session) -> str:
     )
     lengths = [cache_length(window, model.max_attention_span) for window in engine.spans().windows]
     own = [lengths[layer] for layer in engine.network.part.layers]
-    caches = cache_bytes(own, len(engine.streams), model.hidden_size, element)
+    holders = engine.groups.tensor.size if session.run.parallel.shard_caches else 1
+    caches = cache_bytes(own, len(engine.streams), model.hidden_size // holders, element)
     state, caches = max(gather_objects((state, caches), engine.groups.pipeline), key=sum)  # of the largest stage
     return (
         f"{state / 2**20:,.1f} MiB of weights, gradients and optimizer, "

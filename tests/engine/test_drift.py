@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_allattn.engine.drift import Drift, check_replicas
+from megatron_allattn.engine.drift import Drift, _apart, check_replicas
 from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerError, WorkerPools
 from tests.support.trajectories import Case, build
@@ -41,11 +41,12 @@ def test_replicas_that_are_the_same_are_left_alone(case: Case, pools: WorkerPool
 @pytest.mark.parametrize(
     ("case", "name", "on", "said"),
     [
-        (CASES[0], "layers.1.norm1.weight", 1, "layers.1.norm1.weight on rank 1 of 2 that hold it"),
-        (CASES[1], "output.weight", 0, "output.weight (shard 0) on rank"),
-        (CASES[3], "position.key", 1, "position.key on rank 1 of 2 that hold it"),
-        (CASES[4], "embedding.weight", 3, "embedding.weight (shard 1) on rank"),
+        (CASES[0], "layers.1.norm1.weight", 1, "layers.1.norm1.weight on rank 0, another on rank 1, and it"),
+        (CASES[1], "output.weight", 0, "output.weight (shard 0) on rank 0, another on rank 1, and it is"),
+        (CASES[3], "position.key", 1, "position.key on rank 0, another on rank 1, and it is not known"),
+        (CASES[4], "embedding.weight", 3, "embedding.weight (shard 1) on rank 1, another on rank 3, and it is"),
         (CASES[4], "position.key", 2, "position.key on rank 2 of 4 that hold it"),
+        (CASES[4], "position.key", 0, "position.key on rank 0 of 4 that hold it"),
     ],
 )
 def test_one_that_differs_is_named_with_its_rank(case: Case, name: str, on: int, said: str, pools: WorkerPools) -> None:
@@ -73,3 +74,19 @@ def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:
     with pytest.raises(WorkerError, match=r"position\.key on rank"):
         pools(2).run(_save, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ([[0, 1, 2], [3]], "on rank 3 of 4 that hold it"),
+        ([[0], [1], [2, 3, 4, 5]], "on ranks 0 and 1 of 6 that hold it"),
+        ([[0, 2], [1, 3]], "on ranks 0 and 2, another on ranks 1 and 3, and it is not known which is right"),
+        (
+            [[0], [1], [2, 3]],
+            "on rank 0, another on rank 1, another on ranks 2 and 3, and it is not known which is right",
+        ),
+    ],
+)
+def test_only_most_of_the_ranks_are_taken_to_be_right(versions: list[list[int]], said: str) -> None:
+    assert _apart(versions) == said

@@ -2,9 +2,10 @@
 
 bfloat16 keeps 8 bits, so that one rounding is up to 2⁻⁹ = 2e-3 of a number. A layout rounds elsewhere: shards of a sum
 are rounded before they are added (TP), gradients before they are averaged (DP, accumulation). A loss is a mean over 256
-tokens, whose roundings mostly cancel; the update acts on float32 masters. Hence the bounds below, each about three
-times of what is found: they would not let a wrong scale, a lost term or another mask through, any of which moves losses
-by several percent. Where nothing is rounded elsewhere (equal TP, DP and micro-batches) losses are equal to the bit.
+tokens, whose roundings mostly cancel; the update acts on float32 masters. Hence the bounds below, each three to six
+times of what was found (loss 2.5e-5, gradients 3.7e-2, losses 1.7e-4, norm 4.5e-4; beside float32 loss 7.9e-5, losses
+1.9e-4, their mean 3.3e-6): a wrong scale, a lost term or another mask would move losses by far more. Where nothing is
+rounded elsewhere (equal TP, DP and micro-batches) losses are equal to the bit.
 """
 
 from itertools import cycle
@@ -15,8 +16,8 @@ import pytest
 from tests.support.layouts import SIZES, Record, Train, note
 from tests.support.trajectories import Case, differences
 
-BOUNDS = {"first loss": 1e-3, "losses": 1e-2, "first norm": 1e-2}
-TO_FLOAT32 = {"first loss": 2e-3, "losses": 2e-2, "mean loss": 3e-3}
+BOUNDS = {"first loss": 1e-4, "gradients": 1.5e-1, "losses": 1e-3, "first norm": 2e-3}
+TO_FLOAT32 = {"first loss": 5e-4, "losses": 1e-3, "mean loss": 1e-4}
 
 TURNS = zip(cycle((1, 2, 4, 2)), cycle((1, 2, 3, 0)), cycle(("adam", "adagrad", "adagrad")), strict=False)
 CASES = [

@@ -11,12 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_allattn.config import LoggingConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_allattn.config import (
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
-from megatron_allattn.parallel.groups import ALONE, single_process_groups
+from megatron_allattn.parallel.groups import ALONE, Group, Groups, single_process_groups
+from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.report import Console, clock, header
 from megatron_allattn.training.session import Session
 
@@ -123,11 +131,12 @@ def test_clock() -> None:
     assert found == ["0m00s", "0m09s", "1m00s", "1m30s", "1h00m", "1h01m", "100h00m"]
 
 
-def header_of(run: RunConfig) -> list[str]:
+def header_of(run: RunConfig, groups: Groups | None = None) -> list[str]:
+    groups = groups or single_process_groups()
     fused = FusedOps("torch")
     network = Network(run.model, 256, ALONE, fused)
     initialize(network, 1)
-    engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float32, fused)
+    engine = PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, fused)
     dataset = SimpleNamespace(description="some text")
     return header(cast(Session, SimpleNamespace(run=run, engine=engine, dataset=dataset, notes=["one", "two"])))
 
@@ -147,6 +156,16 @@ def test_header_says_what_runs() -> None:
     # Adam: weights, gradients and two moments of 4 bytes each; 0.42 MiB
     assert rows[5].startswith(f"memory      {27_528 * 16 / 2**20:.1f} MiB of weights, gradients and optimizer, ")
     assert rows[6:] == ["note        one", "note        two"]
+
+
+def test_shared_caches_are_a_part_on_every_rank() -> None:
+    """4 streams × 512 positions × 512 channels × 4 bytes × 2 layers, or half of that for each of two shards."""
+    wide = replace(RUN, model=replace(RUN.model, hidden_size=512, max_attention_span=512, adaptive_span=False))
+    pair = Groups(Layout(tensor_size=2), rank=0, world=ALONE, tensor=Group((0, 1), 0, None), data=ALONE)
+    for shared, mebibytes in ((False, 8.0), (True, 4.0)):
+        parallel = ParallelConfig(tensor_model_parallel_size=2, shard_caches=shared)
+        rows = header_of(replace(wide, parallel=parallel), pair)
+        assert f", {mebibytes:.1f} MiB of caches at today's spans; " in rows[5]
 
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "max_attention_span": 64}
