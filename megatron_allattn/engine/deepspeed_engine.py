@@ -38,6 +38,7 @@ from megatron_allattn.engine.optimizers import (
     own_gradients,
     sum_of_squares,
 )
+from megatron_allattn.engine.uncompiled import without_compiler
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
@@ -126,11 +127,14 @@ class DeepSpeedEngine(Engine):
         half = dtype in (torch.bfloat16, torch.float16)
         self.zero_stage, settings = self._settings(half)
         partition = groups.data if self.zero_stage else ALONE
-        self.optimizer = build_optimizer(run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
         self._deepspeed = deepspeed
-        self.engine = self._initialize(settings)
+        with without_compiler():
+            self.optimizer = build_optimizer(
+                run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused
+            )
+            self.engine = self._initialize(settings)
         limit_waiting(60 * run.parallel.distributed_timeout_minutes)  # it makes groups of its own, without one
         if self.zero_stage in (1, 2):
             self.engine.optimizer.scaled_global_norm = self._norm
