@@ -71,6 +71,9 @@ def generate(options: GenerationOptions, groups: Groups, device: torch.device) -
 
     text, source = agreed(lambda: _text_of(options.prompt) if groups.rank == 0 else (b"", ""))
     model = load_model(options.load, groups, device, getattr(torch, options.precision))
+    if groups.rank == 0:
+        for note in model.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
     agreed(lambda: _check_finite(model))
     tokenizer = agreed(lambda: tokenizer_from_json(model.state["tokenizer"], str(model.step_folder / "state.json")))
     prompt = broadcast_object(

@@ -35,7 +35,8 @@ class Sampling:
 def candidates(log_probs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn from log-probabilities [S, V]: probabilities, float64, and ids, both [S, C]."""
     size = log_probs.shape[-1]
-    p = (log_probs.double() / sampling.temperature).softmax(dim=-1)
+    lower = log_probs.double() - log_probs.amax(dim=-1, keepdim=True)  # 0 for the likeliest, at whatever temperature
+    p = (lower / sampling.temperature).softmax(dim=-1)
     if sampling.top_k is None and sampling.top_p is None:
         return p, torch.arange(size, device=p.device).expand_as(p)
     p, ids = p.topk(size if sampling.top_k is None else min(sampling.top_k, size), dim=-1)

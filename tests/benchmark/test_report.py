@@ -33,6 +33,17 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         report.check_output("--json", tmp_path)
     with pytest.raises(UsageError, match=r"^--json .*no/a.json: its folder does not exist; name a file"):
         report.check_output("--json", tmp_path / "no" / "a.json")
+    with pytest.raises(UsageError, match=r"^--json /proc/a.json: cannot be written \(.*\); name a file"):
+        report.check_output("--json", Path("/proc/a.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_after_hours_of_measuring() -> None:
+    report.check_output("--json", Path("/dev/full"))
+    with pytest.raises(
+        UsageError, match=r"^--json /dev/full: cannot be written \(No space .*; what was measured is above"
+    ):
+        report.write_json(Path("/dev/full"), "step", {})
 
 
 def test_what_was_measured_on() -> None:

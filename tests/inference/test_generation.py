@@ -167,3 +167,12 @@ def test_a_checkpoint_that_has_run_away_is_refused(folder: Path, monkeypatch: py
     monkeypatch.setattr("megatron_allattn.inference.generation.load_model", broken)
     with pytest.raises(UsageError, match=r"step_00000007: layers.1.query.weight holds numbers that are not finite"):
         generate(options(folder / "char"), single_process_groups(), CPU)
+
+
+def test_a_newer_step_that_is_damaged_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    untrained_run(tmp_path, folder / "byte_data", steps=(3, 7))
+    file = tmp_path / "checkpoints/step_00000007/weights-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert len(generate(options(tmp_path), single_process_groups(), CPU)) == 1
+    notes = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("note: ") and "step_00000007" in line for line in notes), notes

@@ -47,7 +47,9 @@ def test_what_may_be_drawn(sampling: Sampling, expected: tuple[float, ...]) -> N
 
 def test_a_high_or_low_temperature_is_uniform_or_greedy() -> None:
     assert distribution(Sampling(temperature=1e9)) == pytest.approx([0.2] * 5, abs=1e-8)
-    assert distribution(Sampling(temperature=1e-9)) == [0, 1, 0, 0, 0]
+    for low in (1e-9, 1e-308, 5e-324):
+        assert distribution(Sampling(temperature=low)) == [0, 1, 0, 0, 0]
+        assert distribution(Sampling(temperature=low, top_k=3)) == [0, 1, 0, 0, 0]
 
 
 def test_draws_follow_the_probabilities() -> None:
