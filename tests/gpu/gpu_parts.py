@@ -369,6 +369,7 @@ def zero(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, import_deepspeed
 
         import_deepspeed(verbose=False)
+        from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         yield Row("DeepSpeed ZeRO 0-3", "left out", f"deepspeed cannot be imported ({error})")
         return
@@ -394,14 +395,38 @@ def zero(device: torch.device, sizes: Sizes) -> Iterator[Row]:
                     found = losses_of(engine, text.train, sizes.beside)
                     name = str(dtype).removeprefix("torch.")
                     yield compare(f"ZeRO {stage}, {name} | plain engine", found, plain[dtype], limit)
+            if get_accelerator().is_fp16_supported():
+                for stage in range(1, 4):
+                    engine = _zero_engine(DeepSpeedEngine, sizes.run, stage, groups, device, torch.float16)
+                    yield from _float16(engine, text.train, plain[torch.float32], sizes)
+            else:
+                yield Row("ZeRO 1-3, float16", "left out", "DeepSpeed does not take float16 on this device")
     finally:
         close_groups()
+
+
+def _float16(engine: Engine, tokens: np.ndarray, single: list[float], sizes: Sizes) -> Iterator[Row]:
+    """A float16 training with its loss scale: the first loss beside float32's, and whether it learns."""
+    steps, scale = sizes.run.training.train_iters, engine.loss_scale
+    assert scale is not None
+    losses = losses_of(engine, tokens, steps)
+    part = f"ZeRO {engine.zero_stage}, float16"
+    yield compare(f"{part} | plain engine, float32", losses[:1], single[:1], BFLOAT16)
+    last = float(np.mean(losses[-max(1, steps // 10) :]))
+    fallen = last / losses[0]
+    yield Row(
+        f"{part}, {steps} steps",
+        "passed" if fallen <= FALLEN and scale.skipped < steps // 4 else "failed",
+        f"loss {losses[0]:.3f} → {last:.3f} nats, {fallen:.2f} of the first (≤ {FALLEN}); "
+        f"loss scale {scale.scale:,.0f}, {scale.skipped} updates left out (< {steps // 4})",
+        {"losses": losses, "fallen": fallen, "loss_scale": scale.scale, "skipped": scale.skipped},
+    )
 
 
 def _zero_engine(
     make: Callable[..., Engine], run: RunConfig, stage: int, groups: Groups, device: torch.device, dtype: torch.dtype
 ) -> Engine:
-    training = replace(run.training, bf16=dtype == torch.bfloat16)
+    training = replace(run.training, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     run = replace(run, parallel=ParallelConfig(zero_stage=stage), training=training)
     network = Network(run.model, 256, groups.tensor, TORCH)
     initialize(network, run.training.seed)
