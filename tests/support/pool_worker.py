@@ -46,7 +46,22 @@ def _join(pipe: Connection, rank: int, world_size: int) -> None:
     if rank == 0:
         pipe.send_bytes(pickle.dumps((True, store.port, None)))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    dist.new_group = _shared(dist.new_group)
     pipe.send_bytes(pickle.dumps((True, None, None)))
+
+
+def _shared(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Groups of the same ranks are one group: each of gloo's has a thread that wakes up a hundred times a second, no
+    test ends its groups, and a pipeline of DeepSpeed's makes a dozen."""
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    def shared(ranks: Any = None, timeout: timedelta | None = None) -> Any:
+        key = (None if ranks is None else tuple(ranks), timeout)
+        if key not in kept:
+            kept[key] = new_group(ranks, timeout)
+        return kept[key]
+
+    return shared
 
 
 def _answer(request: bytes, rank: int, world_size: int) -> bytes:

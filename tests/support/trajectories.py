@@ -10,7 +10,7 @@ import torch
 
 from megatron_allattn.config import ModelConfig, OptimizerConfig, ParallelConfig, Recompute, RunConfig, TrainingConfig
 from megatron_allattn.data.streams import TokenStreams
-from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, import_deepspeed
+from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.engine.plain import PlainEngine
@@ -140,20 +140,9 @@ def run_config(case: Case, model: ModelConfig = MODEL, batch: int = 8, block: in
 
 
 @cache
-def _keep_groups_of_pipelines() -> None:
-    """Have DeepSpeed's pipelines share groups of the same ranks: each makes a dozen that nothing ends, and every one of
-    gloo's has a thread that wakes up a hundred times a second, which adds up over the tests of a worker."""
-    comm = import_deepspeed(verbose=False).comm
-    kept = cache(comm.new_group)
-    comm.new_group = lambda ranks: kept(tuple(ranks))
-
-
-@cache
 def groups_of(tensor: int, data: int, pipeline: int = 1) -> Groups:
     """Process groups over the worker pool, made once per layout."""
     layout = Layout(tensor_size=tensor, data_size=data, pipeline_size=pipeline)
-    if pipeline > 1:
-        _keep_groups_of_pipelines()
     return make_groups(layout, timedelta(seconds=100))
 
 
