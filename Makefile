@@ -36,7 +36,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-layouts: $(READY)
 	$(BIN)/python -m pytest -q -m layouts

@@ -14,6 +14,23 @@ from tests.support.pool import ROOT, WorkerPools
 
 torch.set_num_threads(1)
 
+LONG = (  # files of over a minute, longest first: begun last they would keep one process busy while the other is idle
+    "layouts/test_layouts.py",
+    "cli/test_launchers.py",
+    "gpu/test_check.py",
+    "cli/test_verify_reference.py",
+    "checkpoint/test_save.py",
+    "training/test_kill_and_resume.py",
+    "faults/test_faults.py",
+    "cli/test_evaluate.py",
+    "kernels/test_triton_attention.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first."""
+    items.sort(key=lambda item: min((i for i, name in enumerate(LONG) if item.path.match(name)), default=len(LONG)))
+
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[WorkerPools]:

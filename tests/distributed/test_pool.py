@@ -78,8 +78,8 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def own_pool():
-    pool = WorkerPool(2)
+def own_pool(pools):
+    pool = WorkerPool(2, pools.template)
     yield pool
     pool.end()
 
@@ -141,8 +141,10 @@ def test_a_dead_worker_is_noticed_and_replaced(own_pool):
         own_pool.run(_exit_on, 1)
     assert not any(_is_running(pid) for pid in old)
     assert [result[2] for result in own_pool.run(_describe, 7)] == [7, 8]
-    os.kill(own_pool.pids[0], signal.SIGKILL)  # between two calls
-    os.waitid(os.P_PID, own_pool.pids[0], os.WEXITED | os.WNOWAIT)  # it is dead, and the pool does not know
+    pid = own_pool.pids[0]
+    os.kill(pid, signal.SIGKILL)  # between two calls
+    while _is_running(pid):  # and the pool does not know
+        time.sleep(0.01)
     assert [result[2] for result in own_pool.run(_describe, 8)] == [8, 9]
 
 
@@ -164,8 +166,8 @@ def test_workers_leave_when_the_test_run_is_killed(tmp_path: Path):
     script = tmp_path / "run.py"
     script.write_text(
         f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from functions import pid\nfrom tests.support.pool import WorkerPool\n"
-        "print(*WorkerPool(2).run(pid), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "from functions import pid\nfrom tests.support.pool import Template, WorkerPool\n"
+        "print(*WorkerPool(2, Template()).run(pid), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(script)]

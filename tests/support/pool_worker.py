@@ -1,4 +1,8 @@
-"""One worker of tests/support/pool.py: `python pool_worker.py PIPE_DESCRIPTOR`. Serves calls until its pipe closes."""
+"""The workers of tests/support/pool.py and what forks them: `python pool_worker.py PIPE_DESCRIPTOR`.
+
+The template has torch and DeepSpeed imported. Asked for a worker, it forks a process, which serves calls until its own
+pipe closes; asked for a worker's exit code, it tells it. It leaves when its pipe closes.
+"""
 
 import faulthandler
 import importlib.util
@@ -12,19 +16,54 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call's: a call that hangs is reported with its stacks
 
 
 def main() -> None:
+    sys.path[0] = str(ROOT)
+    pipe = Connection(int(sys.argv[1]))
+    import torch
+
+    from megatron_allattn.engine.deepspeed_engine import import_deepspeed
+
+    torch.set_num_threads(1)
+    import_deepspeed(verbose=False)
+    codes: dict[int, int] = {}
+    while True:
+        try:
+            kind, *request = pipe.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # workers notice
+        if kind == "fork":
+            environment, log = request
+            descriptor = recv_handle(pipe)
+            pid = os.fork()
+            if pid == 0:
+                pipe.close()
+                os.environ.update(environment)
+                _work(Connection(descriptor), log)
+            os.close(descriptor)
+            pipe.send(pid)
+        else:
+            (pid,) = request
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                codes |= {pid: os.waitstatus_to_exitcode(status)} if ended else {}
+            pipe.send(codes.get(pid))
+
+
+def _work(pipe: Connection, log: str) -> NoReturn:
+    """What a worker does."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
-    sys.path[0] = str(ROOT)
-    pipe = Connection(int(sys.argv[1]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _join(pipe, rank, world_size)
     while True:
@@ -36,10 +75,8 @@ def main() -> None:
 
 
 def _join(pipe: Connection, rank: int, world_size: int) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     port = 0 if rank == 0 else pickle.loads(pipe.recv_bytes())  # 0: a free one
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
     os.environ["MASTER_PORT"] = str(store.port)
