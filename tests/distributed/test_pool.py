@@ -135,7 +135,7 @@ def test_an_exception_ends_the_pool_and_names_rank_and_line(own_pool):
     assert not set(new) & set(old)
 
 
-def test_a_dead_worker_is_noticed_and_replaced(own_pool):
+def test_a_dead_worker_is_noticed_and_replaced(own_pool, pools):
     old = own_pool.run(_pid)
     with pytest.raises(WorkerError, match=r"rank 1 of 2: died \(exit code -9\)"):
         own_pool.run(_exit_on, 1)
@@ -143,7 +143,7 @@ def test_a_dead_worker_is_noticed_and_replaced(own_pool):
     assert [result[2] for result in own_pool.run(_describe, 7)] == [7, 8]
     pid = own_pool.pids[0]
     os.kill(pid, signal.SIGKILL)  # between two calls
-    while _is_running(pid):  # and the pool does not know
+    while pools.template.poll(pid) is None:  # all of its threads are gone, and the pool does not know
         time.sleep(0.01)
     assert [result[2] for result in own_pool.run(_describe, 8)] == [8, 9]
 
