@@ -220,11 +220,8 @@ class DeepSpeedEngine(Engine):
 
         def partitions() -> Iterator[tuple[nn.Parameter, Tensor]]:
             for place, group in enumerate(zero.fp16_groups):
-                if zero.offload_optimizer:  # the gradients are on the host; their norms have been kept
-                    kept = ((one, zero.norm_for_param_grads.get(zero.get_param_id(one))) for one in group)
-                    yield from ((one, norm) for one, norm in kept if norm is not None)
-                else:
-                    yield from zip(group, zero.averaged_gradients[place], strict=True)
+                own = self._norms_on_host(group) if zero.offload_optimizer else zero.averaged_gradients[place]
+                yield from zip(group, own, strict=True)
 
         zero._get_norm_groups = norms
 
@@ -241,9 +238,13 @@ class DeepSpeedEngine(Engine):
         what fills the partition up."""
         if not zero.cpu_offload:
             return [one for one in zero.averaged_gradients[place] if not getattr(one, "_zero_padding", False)]
-        none = torch.zeros((), device=self.device)
-        norms = zero.norm_for_param_grads  # of what has been moved to the host, by parameter
-        return [norms.get(zero.get_param_id(one), none).reshape(1) for one in zero.params_in_partition[place]]
+        return self._norms_on_host(zero.params_in_partition[place])
+
+    def _norms_on_host(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """In place of gradients that have been moved to the host: their norms, which DeepSpeed has kept; 0 where a
+        parameter's is not this replica's."""
+        zero, none = self.engine.optimizer, torch.zeros((), device=self.device)
+        return [zero.norm_for_param_grads.get(zero.get_param_id(one), none).reshape(1) for one in parameters]
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -127,8 +127,9 @@ class Watch:
             with suppress(RuntimeError):
                 self._board.ask(lambda store: store.set(_TOLD, ""))
         # After an error a rank that is late may be about to find the same; after a death the dead need no waiting for.
-        every = range(self._size) if self._ending.explained else self._reporters
-        self._leave("left", every, PATIENCE_SECONDS if self._ending.explained else GRACE_SECONDS)
+        explained = self._ending.explained
+        ranks, seconds = (range(self._size), PATIENCE_SECONDS) if explained else (self._reporters, GRACE_SECONDS)
+        self._leave("left", ranks, seconds)
 
     def _take(self) -> bool:
         """Whether the caller, main thread or the other, is the first to end what goes on here, and hence the one."""

@@ -211,6 +211,12 @@ def compare(part: str, found: list[float], expected: list[float], limit: float) 
     )
 
 
+def learned(losses: list[float]) -> tuple[float, float]:
+    """The mean of the last tenth, and what part of the first loss that is."""
+    last = float(np.mean(losses[-max(1, len(losses) // 10) :]))
+    return last, last / losses[0]
+
+
 def training_on_text(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """A bfloat16 training with dropout, its first steps beside the CPU's, and whether it learns."""
     run, steps = sizes.run, sizes.run.training.train_iters
@@ -227,8 +233,7 @@ def training_on_text(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         yield compare("first steps, float32 | CPU float32", first(device, torch.float32), single, SAME_PRECISION)
         yield compare("first steps, bfloat16 | CPU bfloat16", trained, half, BFLOAT16)
         yield compare("first steps, bfloat16 | CPU float32", trained, single, BFLOAT16)
-        last = float(np.mean(trained[-max(1, steps // 10) :]))
-        fallen = last / trained[0]
+        last, fallen = learned(trained)
         yield Row(
             f"training, {steps} bfloat16 steps",
             "passed" if fallen <= FALLEN else "failed",
@@ -412,8 +417,7 @@ def _float16(engine: Engine, tokens: np.ndarray, single: list[float], sizes: Siz
     losses = losses_of(engine, tokens, steps)
     part = f"ZeRO {engine.zero_stage}, float16"
     yield compare(f"{part} | plain engine, float32", losses[:1], single[:1], BFLOAT16)
-    last = float(np.mean(losses[-max(1, steps // 10) :]))
-    fallen = last / losses[0]
+    last, fallen = learned(losses)
     yield Row(
         f"{part}, {steps} steps",
         "passed" if fallen <= FALLEN and scale.skipped < steps // 4 else "failed",

@@ -103,7 +103,7 @@ def test_what_is_trained_is_what_was_meant(optimizer: str, train: Train, shared)
     if optimizer == "adagrad":  # of every tensor by itself
         assert sum(size > clip for size in sizes.values()) > 5 and sum(size < clip for size in sizes.values()) > 5
     assert min(single.norms) > clip
-    assert single.losses[-1] < single.losses[0] - 0.05
+    assert single.losses[-1] < single.losses[0] - {"adagrad": 0.1, "adam": 0.05}[optimizer]
     spans = [weight for name, weight in single.weights.items() if name.endswith("span")]
     assert len(spans) == 5 and max(span.max() for span in spans) > 1e-3
 

@@ -167,7 +167,7 @@ class WorkerPool:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 process.kill()
-                process.wait(GRACE)
+                process.wait(START_TIMEOUT)  # all of its threads have to end
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._processes, self._pipes, self._folder = [], [], None
