@@ -146,8 +146,8 @@ def prepare(job: Preparation, progress: Progress = lambda num_bytes: None) -> Ma
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy in bits per token of tokens that occur `counts` [vocabulary] times; there must be at least one."""
     occurring = counts[counts > 0]
-    total = int(occurring.sum())
-    return math.fsum(n / total * math.log2(total / n) for n in occurring.tolist())
+    shares = occurring / occurring.sum()
+    return math.fsum(shares * -np.log2(shares))
 
 
 def default_corpus() -> Path:
