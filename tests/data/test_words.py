@@ -124,6 +124,8 @@ def test_json_and_bad_ids() -> None:
         (["a"], "eos", "lacks '<eos>'"),
         (["a"], "symbol", r"lacks '\\n'"),
         (["a b", "<eos>"], "eos", "entry 0: is 'a b'"),
+        (["a", "b", " c", "<eos>"], "eos", "entry 2: is ' c'"),
+        (["a", "b\0c"], "drop", r"entry 1: is 'b\\x00c'"),
         (["", "<eos>"], "eos", "entry 0"),
         (["\n", "<eos>"], "eos", "entry 0"),
         (["a", 1], "drop", "entry 1: is 1"),
