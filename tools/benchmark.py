@@ -22,10 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from megatron_allattn.benchmark import report
 from megatron_allattn.benchmark.profiles import packaged
 from megatron_allattn.benchmark.shapes import DEFAULT_PROFILE, DEFAULT_RECIPE
-from megatron_allattn.config.checks import LARGEST
+from megatron_allattn.config.checks import LARGEST, check_output
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
@@ -146,7 +145,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every number as JSON")
     options = parser.parse_args(argv[1:])
     options.command = name
-    report.check_output("--json", options.json)
+    check_output("--json", options.json)
     return options
 
 

@@ -8,23 +8,6 @@ from typing import Any
 from megatron_allattn.config.errors import usage_error
 
 VERSION = 1
-_FIX = "name a file in a folder that exists and takes files"
-
-
-def check_output(flag: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is measured. Raises UsageError."""
-    if path is None:
-        return
-    new = not path.exists()
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        rule = "is a folder" if path.is_dir() else "its folder does not exist"
-        raise usage_error(flag, path, rule, _FIX)
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise usage_error(flag, path, f"cannot be written ({error.strerror})", _FIX) from None
-    if new:
-        path.unlink()
 
 
 def write_json(path: Path | None, benchmark: str, values: Mapping[str, Any]) -> None:

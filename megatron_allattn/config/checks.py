@@ -26,6 +26,22 @@ def check_regular(what: str, path: Path, fix: str) -> None:
         raise usage_error(what, path, "is not a regular file", fix)
 
 
+def check_output(flag: str, path: Path | None) -> None:
+    """UsageError for a file that cannot be written: told before the work whose result it is to hold."""
+    if path is None:
+        return
+    fix, new = "name a file in a folder that exists and takes files", not path.exists()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        rule = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
+        raise usage_error(flag, path, rule, fix)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise usage_error(flag, path, f"cannot be written ({error.strerror})", fix) from None
+    if new:
+        path.unlink()
+
+
 class _Refused:
     """The result for a value that does not fit a type."""
 

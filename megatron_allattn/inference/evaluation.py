@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
+from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.errors import flag
 from megatron_allattn.config.rules import check_replicas
 from megatron_allattn.config.tool_flags import Precision
@@ -64,19 +65,24 @@ def run_evaluation(options: EvaluationOptions) -> int:
 
     def body(groups: Groups, device: torch.device, _: Watch) -> None:
         card = evaluate(options, groups, device)
-        if groups.rank == 0:
+        if groups.rank == 0:  # shown before it is written, which may fail
             print(card_text(card), flush=True)
+        agree(
+            lambda: write_json_atomic(options.json, card) if options.json and groups.rank == 0 else None,
+            groups.world,
+            exit_code,
+        )
 
     return as_rank(lambda world_size: check_replicas(options.parallel, world_size), options.parallel, body)
 
 
 def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -> Card:
-    """The card of a checkpoint on a split, also written to --json by the first rank. Collective."""
+    """The card of a checkpoint on a split; that --json can be written is checked before. Collective."""
 
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
-    agreed(lambda: _check_json(options.json) if groups.rank == 0 else None)
+    agreed(lambda: check_output("--json", options.json) if groups.rank == 0 else None)
     dtype = getattr(torch, options.precision)
     model = load_model(options.load, groups, device, dtype)
     attend = agreed(lambda: named_attend(options.attention_backend, model.run.model, device, dtype))
@@ -107,16 +113,7 @@ def evaluate(options: EvaluationOptions, groups: Groups, device: torch.device) -
         "overlap": options.overlap,
     }
     code = _code_protocol(options, model, tokens, groups, device, attend)
-    card = evaluation_card(model, dataset, options.split_name, found, code, settings)
-    agreed(lambda: write_json_atomic(options.json, card) if options.json and groups.rank == 0 else None)
-    return card
-
-
-def _check_json(path: Path | None) -> None:
-    """Refuse a file that cannot be written before the work, not after it."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        rule = "is a folder" if path.is_dir() else f"the folder {path.parent} does not exist"
-        raise usage_error("--json", path, rule, "give the name of a file in an existing folder")
+    return evaluation_card(model, dataset, options.split_name, found, code, settings)
 
 
 def _open_data(options: EvaluationOptions, model: LoadedModel) -> Dataset:

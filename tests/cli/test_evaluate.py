@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.config import DataConfig, ParallelConfig, UsageError
 from megatron_allattn.data.dataset import open_dataset
+from megatron_allattn.inference import evaluation
 from megatron_allattn.inference.evaluation import EvaluationOptions
 from megatron_allattn.inference.evaluation import evaluate as score_split
 from megatron_allattn.parallel.groups import single_process_groups
@@ -187,7 +189,7 @@ def test_a_bad_flag_is_one_line(flags: list[str], line: str, capsys: pytest.Capt
     [
         ({"load": Path("nowhere")}, "nowhere: no checkpoint to load: there is no folder nowhere/checkpoints"),
         ({"json": Path("no/card.json")}, "--json no/card.json: the folder no does not exist"),
-        ({"json": Path("run")}, "--json run: is a folder; give the name of a file"),
+        ({"json": Path("run")}, "--json run: is a folder; name a file in a folder that exists"),
         ({"data": {"data_path": "byte9"}}, "--data-path byte9: neither byte9.json nor byte9.bin exists"),
         (
             {"data": {"data_path": "char3"}},
@@ -233,3 +235,17 @@ def test_too_few_processes_are_one_line(capsys: pytest.CaptureFixture[str], monk
     assert main("--load", "run", "--tensor-model-parallel-size", "2") == 2
     line = "error: --tensor-model-parallel-size 2: 1 process does not form a replica of 2 processes; start 2 processes"
     assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_card_that_cannot_be_written_has_been_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, card: Card) -> None:
+        raise StorageError(f"{path}: no space")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(evaluation, "write_json_atomic", full)
+    assert main("--load", "run", "--json", "late.json") == 1
+    shown = capsys.readouterr()
+    assert "perplexity" in shown.out and "late.json: no space" in shown.err, shown
+    assert not (folder / "late.json").exists()

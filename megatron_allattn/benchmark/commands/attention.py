@@ -14,6 +14,7 @@ from megatron_allattn.benchmark.commands import common
 from megatron_allattn.benchmark.machine import DTYPES, describe
 from megatron_allattn.benchmark.profiles import SpanProfile
 from megatron_allattn.benchmark.shapes import Shape
+from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.model.backends import backend_of
 
@@ -67,7 +68,7 @@ def _check_plot(options: argparse.Namespace) -> None:
     if options.plot is not None and not options.sweep:
         raise usage_error("--plot", options.plot, "there is nothing to draw", "add --sweep mean-span max-span")
     plots.check_plotting("--plot", options.plot)
-    report.check_output("--plot", options.plot)
+    check_output("--plot", options.plot)
 
 
 def _complete_sweep(options: argparse.Namespace) -> None:
