@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,13 @@ from torch import Tensor, nn
 
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
-from megatron_allattn.engine.finite import refuse_not_finite, refuse_overflow
+from megatron_allattn.engine.finite import GradientWatch, refuse_not_finite, refuse_overflow
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.loss_scale import SETTINGS, LossScale
 from megatron_allattn.engine.optimizers import (
     build_optimizer,
     clip_gradients,
     gradient_norm,
-    own_gradients,
     sum_of_squares,
 )
 from megatron_allattn.engine.uncompiled import without_compiler
@@ -129,7 +128,7 @@ class DeepSpeedEngine(Engine):
         partition = groups.data if self.zero_stage else ALONE
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
-        self._deepspeed = deepspeed
+        self._deepspeed, self._watch = deepspeed, GradientWatch(network)
         with without_compiler():
             self.optimizer = build_optimizer(
                 run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused
@@ -196,7 +195,7 @@ class DeepSpeedEngine(Engine):
         """
         square = sum_of_squares(self._partition_gradients(), self.groups.tensor, self.fused, self.device)
         norm = all_reduce(square, self.groups.world).sqrt().float()
-        self._check_finite(norm.item(), self._partition_gradients)
+        self._check_finite(norm.item())
         return torch.where(norm.isfinite(), norm, -1.0)
 
     def _partition_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -214,37 +213,27 @@ class DeepSpeedEngine(Engine):
 
         def norms() -> list[Any]:
             found = norms_of_groups()
-            worst = max(float(norm) if norm >= 0 else math.inf for norm in found)  # -1: not finite
-            self._check_finite(worst, partitions)
+            self._check_finite(max(float(norm) if norm >= 0 else math.inf for norm in found))  # -1: not finite
             return found
-
-        def partitions() -> Iterator[tuple[nn.Parameter, Tensor]]:
-            for place, group in enumerate(zero.fp16_groups):
-                own = self._norms_on_host(group) if zero.offload_optimizer else zero.averaged_gradients[place]
-                yield from zip(group, own, strict=True)
 
         zero._get_norm_groups = norms
 
-    def _check_finite(self, norm: float, gradients: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
+    def _check_finite(self, norm: float) -> None:
         """Raise NotFinite where the norm of all gradients is none; in float16 DeepSpeed lowers its scale instead."""
         if math.isfinite(norm) or self.dtype == torch.float16:
             return
-        names = {id(parameter): logical.name for logical, parameter in self.network.logical_parameters()}
-        named = [(names[id(parameter)], gradient) for parameter, gradient in gradients()]
-        refuse_not_finite(self.groups, self.optimizer.param_groups[0]["step"], named, self.own_loss)
+        step = self.optimizer.param_groups[0]["step"]
+        refuse_not_finite(self.groups, step, self._watch.not_finite(), self.own_loss)
 
     def _own_gradients(self, zero: Any, place: int) -> list[Tensor]:
         """The parts of a parameter group's gradients that this replica updates: of its `params_in_partition`, then
         what fills the partition up."""
         if not zero.cpu_offload:
             return [one for one in zero.averaged_gradients[place] if not getattr(one, "_zero_padding", False)]
-        return self._norms_on_host(zero.params_in_partition[place])
-
-    def _norms_on_host(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """In place of gradients that have been moved to the host: their norms, which DeepSpeed has kept; 0 where a
-        parameter's is not this replica's."""
-        zero, none = self.engine.optimizer, torch.zeros((), device=self.device)
-        return [zero.norm_for_param_grads.get(zero.get_param_id(one), none).reshape(1) for one in parameters]
+        # in place of gradients that have been moved to the host: their norms, which DeepSpeed has kept; 0 where a
+        # parameter's is not this replica's
+        kept, none = zero.norm_for_param_grads, torch.zeros((), device=self.device)
+        return [kept.get(zero.get_param_id(one), none).reshape(1) for one in zero.params_in_partition[place]]
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -276,6 +265,11 @@ class DeepSpeedEngine(Engine):
             self.engine.step()  # between boundaries: DeepSpeed's own counting only
         return loss.detach()
 
+    def update(self, lr: float, step: int) -> float:
+        norm = super().update(lr, step)
+        self._watch.clear()
+        return norm
+
     def _optimizer_step(self, lr: float, step: int) -> float:
         for group in self.optimizer.param_groups:
             group.update(lr=lr, step=step - (self.loss_scale.skipped if self.loss_scale else 0))
@@ -287,7 +281,7 @@ class DeepSpeedEngine(Engine):
                 refuse_overflow(self.groups, step, self.own_loss, smallest=smallest)
             return float(self.engine.get_global_grad_norm())
         norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline)
-        self._check_finite(norm, lambda: own_gradients(self.network))
+        self._check_finite(norm)
         if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
             clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
         self._take_step()

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerPools
+from tests.support.spoiled import spoil
 from tests.support.trajectories import MODEL, Case, build, run_config
 
 TOKENS = np.random.default_rng(7).integers(0, 61, 8 * 32 * 40).astype(np.uint8)
@@ -107,6 +109,16 @@ def test_span_loss_adds_its_constant_gradient(case: Case, pools: WorkerPools) ->
     np.testing.assert_allclose(with_loss - without, [0.64] * 4, rtol=1e-5)
 
 
+def _local_parameters(rank: int, world_size: int, case: Case) -> int:
+    return build(case, VOCAB).local_parameters
+
+
+def test_a_rank_knows_its_parameters_at_zero_3_too(pools: WorkerPools) -> None:
+    whole, parted = (Case(1, 2, zero, 1, "adam", "float32", "deepspeed") for zero in (0, 3))
+    count = count_parameters(MODEL, VOCAB).total
+    assert pools(2).run(_local_parameters, whole) == pools(2).run(_local_parameters, parted) == [count, count]
+
+
 def _spoiled(rank: int, world_size: int, case: Case) -> str:
     """What a step says in which one rank's gradient has a number that is none."""
     engine = build(case, VOCAB)
@@ -114,7 +126,7 @@ def _spoiled(rank: int, world_size: int, case: Case) -> str:
     before = {logical.name: tensor.numpy().tobytes() for logical, tensor in engine.weights()}
     if rank == world_size - 1:
         weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
-        weight.register_hook(lambda gradient: gradient * float("nan"))
+        spoil(weight)
     try:
         engine.train_step(block.inputs, block.targets, 1, 1e-3, engine.spans())
     except (NotFinite, PeerFailed) as error:
@@ -134,8 +146,7 @@ def _spoiled(rank: int, world_size: int, case: Case) -> str:
 )
 def test_a_gradient_that_is_not_a_number_ends_the_run(case: Case, pools: WorkerPools) -> None:
     """In bfloat16 and with offload, too, where DeepSpeed by itself would leave out the step and say nothing."""
-    said = pools(2).run(_spoiled, case)
-    assert sorted(one == "peer" for one in said) == [False, True]
-    (line,) = (one for one in said if one != "peer")
-    name = f"layers.{2 if case.pipeline > 1 else 0}.query.weight"
-    assert line.startswith("step 1: the gradient is not finite on rank") and f": {name}" in line, line
+    peer, line = pools(2).run(_spoiled, case)
+    where, layer = ("stage 2 of the pipeline group", 2) if case.pipeline > 1 else ("data group", 0)
+    expected = f"step 1: the gradient is not finite on rank 1 ({where} [0, 1]): layers.{layer}.query.weight. The update"
+    assert (peer, line[: len(expected)]) == ("peer", expected)

@@ -23,6 +23,7 @@ def strike(engine: Any, fault: str) -> None:
     import torch
 
     from megatron_allattn.parallel.collectives import all_reduce
+    from tests.support.spoiled import spoil
 
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -30,7 +31,7 @@ def strike(engine: Any, fault: str) -> None:
         raise ArithmeticError("as if\na kernel had failed")
     elif fault == "nan":
         weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
-        weight.register_hook(lambda gradient: gradient * float("nan"))
+        spoil(weight)
     elif fault == "unmatched":
         all_reduce(torch.ones(3), engine.groups.world)
     elif fault == "stall":
