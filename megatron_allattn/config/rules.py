@@ -5,6 +5,7 @@ it is known. With W processes, TP × PP of them hold one replica of the model, s
 batch: global_batch_size = DP × micro_batch_size × accumulation steps.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -243,16 +244,20 @@ def check_world(config: RunConfig, world_size: int) -> None:
 
 def check_replicas(parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a number of processes that does not form whole replicas."""
-    tensor_size = parallel.tensor_model_parallel_size
-    replica = tensor_size * parallel.pipeline_model_parallel_size
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    replica = math.prod(sizes.values())
     if world_size % replica:
+        *others, (last, size) = [(name, size) for name, size in sizes.items() if size > 1]
         raise usage_error(
-            "--tensor-model-parallel-size",
-            tensor_size,
+            " ".join([*(f"{name} {size}" for name, size in others), last]),
+            size,
             f"{world_size} process does not form a replica of {replica} processes"
             if world_size == 1
             else f"{world_size} processes do not form replicas of {replica}",
-            f"start {replica} processes or a multiple of it, or change the size",
+            f"start {replica} processes or a multiple of it, or change {'the sizes' if others else 'the size'}",
         )
 
 

@@ -90,11 +90,12 @@ class ParallelConfig:
         parts = given.split(",")
         if not all(part.isascii() and part.isdigit() and 0 < int(part) <= LARGEST for part in parts):
             raise usage_error("--pipeline-layers", given, "its parts must be numbers from 1 on", fix)
-        if len(parts) != stages or stages == 1:
-            rule = (
-                f"--pipeline-model-parallel-size {stages} has {stages} stage{'s' * (stages > 1)}, it has {len(parts)}"
-            )
-            raise usage_error("--pipeline-layers", given, rule, fix if stages > 1 else "leave it out")
+        if stages == 1:
+            rule = "without a pipeline (--pipeline-model-parallel-size 1) there is nothing to cut"
+            raise usage_error("--pipeline-layers", given, rule, "leave it out")
+        if len(parts) != stages:
+            rule = f"--pipeline-model-parallel-size {stages} has {stages} stages, it has {len(parts)}"
+            raise usage_error("--pipeline-layers", given, rule, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

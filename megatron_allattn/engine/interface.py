@@ -19,6 +19,7 @@ from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.loss_scale import LossScale
 from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.accounting import count_parameters
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network, logical_tensors
 from megatron_allattn.model.span import layer_windows, layers_look_back, span_in_tokens
@@ -112,6 +113,7 @@ class Engine(ABC):
     ) -> None:
         self.network, self.run, self.groups = network, run, groups
         self.device, self.dtype, self.fused = device, dtype, fused
+        self.local_parameters = count_parameters(network).local  # as the layers use them, before ZeRO 3 parts them
         shape = batch_shape(run, groups.layout.world_size)
         self.micro_batch_size, self.num_slots = shape.micro_batch_size, shape.accumulation_steps
         self.own_loss = torch.zeros((), dtype=torch.float64)  # the last step's, of this rank's micro-batches

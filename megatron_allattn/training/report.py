@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from megatron_allattn.config import ModelConfig, RunConfig, parameters
 from megatron_allattn.config.reporting import tell_lost_output
-from megatron_allattn.model.accounting import cache_bytes, count_parameters, state_bytes
+from megatron_allattn.model.accounting import cache_bytes, state_bytes
 from megatron_allattn.model.span import cache_length
 from megatron_allattn.parallel.collectives import gather_objects
 from megatron_allattn.training.session import Session
@@ -82,7 +82,7 @@ def _memory(session: Session) -> str:
     engine, model = session.engine, session.run.model
     element = engine.dtype.itemsize
     state = state_bytes(
-        count_parameters(engine.network).local,
+        engine.local_parameters,
         zero_stage=engine.zero_stage,
         data_size=engine.groups.data.size,
         half=element == 2,

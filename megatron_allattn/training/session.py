@@ -182,6 +182,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
     session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped])
+    session.notes += _pipeline_notes(groups.pipeline.size, engine.num_slots, engine.micro_batch_size)
     session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
     if engine.zero_stage != run.parallel.zero_stage:
@@ -234,6 +235,16 @@ def _precision(run: RunConfig) -> torch.dtype:
 def _check_precision(run: RunConfig, device: torch.device) -> None:
     if run.training.fp16 and device.type == "cpu":
         raise usage_error("--fp16", True, "DeepSpeed trains in float16 on GPUs only", "use --bf16 or neither")
+
+
+def _pipeline_notes(stages: int, micro_batches: int, micro_batch_size: int) -> list[str]:
+    """How long the stages of a pipeline wait: (K - 1) / (M + K - 1) of a step (GPipe, Huang et al. 2019, section 2)."""
+    if stages == 1:
+        return []
+    idle = (stages - 1) / (micro_batches + stages - 1)
+    given = f"with {micro_batches} micro-batch{'es' * (micro_batches > 1)} a step"
+    way = "smaller --micro-batch-size" if micro_batch_size > 1 else "larger --global-batch-size"
+    return [f"{given} the {stages} stages stand idle for {idle:.0%} of it; a {way} makes more micro-batches"]
 
 
 def _precision_notes(run: RunConfig, device: torch.device) -> list[str]:

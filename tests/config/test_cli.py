@@ -126,7 +126,7 @@ def test_help_shows_the_recipes_defaults_and_every_flag(capsys: pytest.CaptureFi
             ["--pipeline-model-parallel-size", "3", "--num-layers", "2"],
             "--pipeline-model-parallel-size 3: every stage needs a layer, and --num-layers is 2",
         ),
-        (["--pipeline-layers", "2,2"], "--pipeline-layers 2,2: --pipeline-model-parallel-size 1 has 1 stage, it has 2"),
+        (["--pipeline-layers", "2,2"], "--pipeline-layers 2,2: without a pipeline (--pipeline-model-parallel-size 1)"),
         (
             ["--pipeline-model-parallel-size", "2", "--pipeline-layers", "1,2", "--num-layers", "4"],
             "--pipeline-layers 1,2: together they are 3 layers, --num-layers is 4",

@@ -190,6 +190,18 @@ def test_batch_shape_covers_the_global_batch(
             "--tensor-model-parallel-size 2: 1 process does not form a replica of 2 processes; start 2 processes",
         ),
         (
+            {"pipeline_model_parallel_size": 2},
+            3,
+            "--pipeline-model-parallel-size 2: 3 processes do not form replicas of 2; start 2 processes or a multiple "
+            "of it, or change the size",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            2,
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2: 2 processes do not form replicas of 4; "
+            "start 4 processes or a multiple of it, or change the sizes",
+        ),
+        (
             {"tensor_model_parallel_size": 4, "num_attention_heads": 4, "sequence_parallel": True, "seq_length": 30},
             4,
             "--seq-length 30: must be a multiple of --tensor-model-parallel-size 4 with --sequence-parallel; "
