@@ -1,8 +1,9 @@
 """From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
 
-Exit codes: 0 done; 2 the user's mistake; 4 a gradient that is not finite; 1 anything else. A user's mistake, a full
-disk or a port in use is one line on the first rank that has it; what is nobody's mistake comes with its traceback. Of a
-run whose ranks have lost each other one of them tells who is gone or who waited where (parallel/failures.py).
+Exit codes: 0 done; 2 the user's mistake; 4 a gradient that is not finite; 143 SIGTERM; 1 anything else. A user's
+mistake, a full disk or a port in use is one line on the first rank that has it; what is nobody's mistake comes with its
+traceback. Of a run whose ranks have lost each other one of them tells who is gone or who waited where
+(parallel/failures.py).
 """
 
 import sys
