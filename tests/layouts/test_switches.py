@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.layouts import Record, Train, check, note
+from tests.support.layouts import DEEP, Record, Train, check, note
 from tests.support.pairwise import legal_combinations, pairs_of, pairwise
-from tests.support.trajectories import Case, differences
+from tests.support.trajectories import Case, differences, spread_tokens
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
@@ -81,6 +81,30 @@ def test_where_the_optimizers_state_is_changes_nothing(case: Case, train: Train,
     note(case, far, record_property, "offloaded beside not offloaded, float32 and bfloat16")
     assert max(far.values()) <= 1e-5, far
     np.testing.assert_allclose(found.norms, beside.norms, rtol=1e-5)
+
+
+SPREAD = [
+    Case(2, 1, 1, 2, "adagrad", "float32", "deepspeed", spread=True, backend="blocked"),
+    Case(2, 2, 3, 2, "adagrad", "float32", "deepspeed", spread=True),
+    Case(2, 2, 1, 2, "adagrad", "float32", "deepspeed", 2, sequence=True, shard_caches=True, spread=True),
+    Case(1, 2, 1, 2, "adagrad", "float32", "deepspeed", 4, recompute="full", spread=True),
+    Case(4, 1, 0, 4, "adagrad", "float32", "deepspeed", 2, spread=True, backend="blocked"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [SPREAD[0], *(pytest.param(c, marks=pytest.mark.layouts) for c in SPREAD[1:])], ids=str
+)
+def test_spans_that_differ_and_move(case: Case, train: Train, record_property: Record) -> None:
+    """Every layer keeps a cache of its own length, and lengths change on the way."""
+    found, single = train(case), train(case.single())
+    check(case, found, single, record_property, "float32, heads with spans of their own")
+    length, moved = DEEP.max_attention_span, 0
+    for layer in range(DEEP.num_layers):
+        z = single.weights[f"layers.{layer}.span"].flatten()
+        before = [spread_tokens(layer, head) for head in range(len(z))]
+        moved += sum(np.ceil(length * z) != np.ceil(before))
+    assert moved > 5, moved
 
 
 RECOMPUTED = [

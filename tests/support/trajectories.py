@@ -47,7 +47,8 @@ MODEL = ModelConfig(
 class Case:
     """One layout and everything the trajectory must not depend on; `engine` is "plain" or "deepspeed".
 
-    layers: of every pipeline stage, evenly if left out; offload: of the optimizer's state to the host.
+    layers: of every pipeline stage, evenly if left out; offload: of the optimizer's state to the host; spread: heads
+    begin with spans of their own, see `spread_tokens`, not all with the ramp alone.
     """
 
     tensor: int = 1
@@ -65,6 +66,7 @@ class Case:
     recompute: Recompute = "none"
     backend: str = "eager"
     offload: bool = False
+    spread: bool = False
 
     @property
     def world_size(self) -> int:
@@ -94,7 +96,8 @@ class Case:
         where = f"tp{self.tensor}{shared}{stages}-dp{self.data}-{zero}-acc{self.accumulation}"
         backend = f"-{self.backend}" * (self.backend != "eager")
         again = f"-recompute_{self.recompute}" * (self.recompute != "none")
-        return f"{where}{backend}{again}-{self.optimizer}-{self.dtype}-{self.engine}"
+        spread = "-spread" * self.spread
+        return f"{where}{backend}{again}{spread}-{self.optimizer}-{self.dtype}-{self.engine}"
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,26 @@ def build(
         run.model, vocab_size, groups.tensor, FusedOps("torch"), attend, recompute, part, sequence_parallel=sequence
     )
     initialize(network, run.training.seed)
+    if case.spread:
+        spread_spans(network)
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     if case.engine == "plain":
         return PlainEngine(network, run, groups, device, dtype, FusedOps("torch"))
     engine = PipelineEngine if case.pipeline > 1 else DeepSpeedEngine
     return engine(network, run, groups, device, dtype, FusedOps("torch"))
+
+
+def spread_tokens(layer: int, head: int) -> float:
+    """z·L of a head: no two layers are as long, and the first steps take a head to its next token."""
+    return 12.0 * layer + 17.0 * head + 0.999
+
+
+def spread_spans(network: Network) -> None:
+    """Give every head the z of `spread_tokens`; heads are placed in order."""
+    for layer, z in zip(network.part.layers, network.span_parameters(), strict=True):
+        first = network.group.rank * z.numel()
+        tokens = torch.tensor([spread_tokens(layer, first + head) for head in range(z.numel())])
+        torch.nn.init.zeros_(z).data += (tokens / network.config.max_attention_span).reshape(z.shape)
 
 
 def trajectory(
