@@ -45,6 +45,8 @@ from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import ALONE, Groups, limit_waiting
 from megatron_allattn.parallel.layout import padded_share
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Mpu:
@@ -123,7 +125,7 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         super().__init__(network, run, groups, device, dtype, fused)
         deepspeed = import_deepspeed(run.logging.deepspeed_verbose)
-        half = dtype in (torch.bfloat16, torch.float16)
+        half = dtype in HALF
         self.zero_stage, settings = self._settings(half)
         partition = groups.data if self.zero_stage else ALONE
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
@@ -254,6 +256,9 @@ class DeepSpeedEngine(Engine):
                 yield (name, f"{shard} (part {self.groups.data.rank})"), tensor.ds_tensor  # type: ignore[attr-defined]
             else:
                 yield (name, shard), tensor
+        for logical, parameter in self.network.logical_parameters() if self.dtype in HALF else ():
+            if logical.shard_dim is None:  # of a shard every replica has another part of the master
+                yield (logical.name, " (master)"), self._master(parameter)
 
     def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:
         return self.engine(inputs, context, targets)

@@ -292,8 +292,8 @@ class Engine(ABC):
         return logical.shard(self._join(logical, local), self.groups.tensor.rank, self.groups.tensor.size, placement)
 
     def held(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """What this rank computes with: of every weight of its part, its name, which part of it, and that part; and
-        where all ranks take the heads to be."""
+        """What this rank computes with: of every weight of its part, its name, which part of it, and that part; where
+        all ranks take the heads to be; and masters, of which half precision shows less."""
         yield ("placement of heads", ""), self.network.head_order
         for logical, parameter in self.network.logical_parameters():
             shard = f" (shard {self.groups.tensor.rank})" if logical.shard_dim is not None else ""

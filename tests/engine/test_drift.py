@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_allattn.engine.drift import Drift, _apart, check_replicas
+from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerError, WorkerPools
 from tests.support.trajectories import Case, build
@@ -24,6 +25,10 @@ def _check(rank: int, world_size: int, case: Case, changed: str | None, on: int)
         for logical, parameter in engine.network.logical_parameters():
             if logical.name == changed and rank == on:
                 parameter.flatten()[:1] *= 1.01
+    return _said(engine)
+
+
+def _said(engine: Engine) -> str | None:
     try:
         check_replicas(engine)
     except Drift as error:
@@ -53,6 +58,34 @@ def test_one_that_differs_is_named_with_its_rank(case: Case, name: str, on: int,
     first, *others = pools(case.world_size).run(_check, case, name, on)
     assert first is not None and first.startswith("1 of the weights") and said in first
     assert others == ["peer"] * (case.world_size - 1)
+
+
+def _check_masters(rank: int, world_size: int, case: Case) -> tuple[bool, str | None]:
+    """What is said after a change of one rank's master that its bfloat16 weight does not show, and whether it does."""
+    engine = build(case, 61)
+    weight = engine.network.position.key
+    before = weight.detach().clone()
+    if rank == 1:
+        master = engine._master(weight)
+        master.view(-1)[0] *= 1 + 1e-5
+        engine._set_master(weight, master)
+    return torch.equal(before, weight), _said(engine)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 1, 1, "adam", "bfloat16", "deepspeed"),
+        Case(2, 1, 3, 1, "adam", "bfloat16", "deepspeed"),
+        Case(1, 1, 1, 1, "adagrad", "bfloat16", "deepspeed", pipeline=2),
+    ],
+    ids=str,
+)
+def test_a_master_that_differs_by_less_than_a_weight_shows(case: Case, pools: WorkerPools) -> None:
+    assert pools(2).run(_check, case, None, 0) == [None, None]
+    (unseen, first), (_, other) = pools(2).run(_check_masters, case)
+    assert unseen and other == "peer"
+    assert first is not None and first.startswith("1 of the weights") and "position.key (master) on rank 0, an" in first
 
 
 def test_a_weight_that_one_rank_alone_holds_has_no_replica(pools: WorkerPools) -> None:
