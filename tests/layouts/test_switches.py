@@ -75,12 +75,15 @@ OFFLOADED = [
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", OFFLOADED, ids=str)
 def test_where_the_optimizers_state_is_changes_nothing(case: Case, train: Train, record_property: Record) -> None:
-    """With a pipeline, too. In bfloat16 the update alone is elsewhere, in float32 there as here."""
+    """With a pipeline, too: no bit before the first update. The norm that clips it is then a sum in another order, by
+    which a bfloat16 weight may round the other way: later losses may differ as those of layouts in bfloat16 do.
+    """
     found, beside = train(replace(case, offload=True)), train(case)
     far = differences(found, beside)
     note(case, far, record_property, "offloaded beside not offloaded, float32 and bfloat16")
-    assert max(far.values()) <= 1e-5, far
-    np.testing.assert_allclose(found.norms, beside.norms, rtol=1e-5)
+    assert (far["first loss"], far["gradients"]) == (0, 0), far
+    assert far["first norm"] <= 1e-6 and far["losses"] <= (1e-5 if case.dtype == "float32" else 1e-3), far
+    np.testing.assert_allclose(found.norms, beside.norms, rtol=1e-5 if case.dtype == "float32" else 1e-2)
 
 
 SPREAD = [
