@@ -75,15 +75,16 @@ OFFLOADED = [
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", OFFLOADED, ids=str)
 def test_where_the_optimizers_state_is_changes_nothing(case: Case, train: Train, record_property: Record) -> None:
-    """With a pipeline, too: no bit before the first update. The norm that clips it is then a sum in another order, by
-    which a bfloat16 weight may round the other way: later losses may differ as those of layouts in bfloat16 do.
+    """With a pipeline, too: no bit before the first update. The norm of all gradients, by which Adam's are clipped, is
+    a sum in another order then, and a bfloat16 weight may round the other way; Adagrad's are clipped by tensor.
     """
     found, beside = train(replace(case, offload=True)), train(case)
     far = differences(found, beside)
     note(case, far, record_property, "offloaded beside not offloaded, float32 and bfloat16")
     assert (far["first loss"], far["gradients"]) == (0, 0), far
-    assert far["first norm"] <= 1e-6 and far["losses"] <= (1e-5 if case.dtype == "float32" else 1e-3), far
-    np.testing.assert_allclose(found.norms, beside.norms, rtol=1e-5 if case.dtype == "float32" else 1e-2)
+    rounds = case.dtype == "bfloat16" and case.optimizer == "adam"
+    assert far["first norm"] <= 1e-6 and far["losses"] <= (4e-4 if rounds else 1e-5), far
+    np.testing.assert_allclose(found.norms, beside.norms, rtol=2e-3 if rounds else 1e-5)
 
 
 SPREAD = [
