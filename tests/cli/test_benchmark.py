@@ -71,7 +71,10 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
         (["step", "--warmup", "-1"], "argument --warmup: '-1': must be an integer from 0 to 2147483647; see --help"),
         (["step", "--dropout", "1"], "argument --attention-dropout/--dropout: '1': must be a number from 0 up to, and"),
         (["step", "--dtype", "float16"], "argument --dtype: invalid choice: 'float16'"),
-        (["step", "--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: its folder does not exist"),
+        (
+            ["step", "--json", "/no/such/folder/x.json"],
+            "--json /no/such/folder/x.json: the folder /no/such/folder does not exist",
+        ),
         (["step", "--recipe", "enwik8"], "--recipe enwik8: unknown recipe; did you mean enwik8-"),
         (["step", "--span-profile", "latest"], "--span-profile latest: cannot be read (No such file or directory)"),
         ([*("step", *TINY), "--compare", "float32"], "--compare float32: blocked, float32 is there already; leave it"),
