@@ -10,7 +10,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 import torch
 
-from tests.support.pool import ROOT, WorkerPools
+from tests.support.pool import WorkerPools
+from tests.support.template import ROOT, Template
 
 torch.set_num_threads(1)
 
@@ -33,9 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[WorkerPools]:
+def template() -> Iterator[Template]:
+    """What forks workers, and programs for tests that start many."""
+    interpreter = Template()
+    yield interpreter
+    interpreter.end()
+
+
+@pytest.fixture(scope="session")
+def pools(template: Template) -> Iterator[WorkerPools]:
     """Persistent workers: `pools(world_size).run(function, *args)` gives the results by rank."""
-    workers = WorkerPools()
+    workers = WorkerPools(template)
     yield workers
     workers.end()
 

@@ -13,8 +13,8 @@ import torch
 from megatron_allattn.checkpoint import adaptive_span
 from megatron_allattn.checkpoint.adaptive_span_model import entries, logical_shapes
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, UsageError
-from tests.support.pool import ROOT
 from tests.support.span_files import SHAPES, STEP, Shape, assert_equal, content, save
+from tests.support.template import ROOT
 
 CASES = ROOT / "tests/data/reference"
 EVERYTHING = [*SHAPES, "adaptive_span_char", "adaptive_span_word"]

@@ -22,7 +22,7 @@ from megatron_allattn.checkpoint.files import (
     write_text_atomic,
 )
 from tests.support.forked import kill_before_call, run_forked
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 FLOATS = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 2.0**53 + 2]
 

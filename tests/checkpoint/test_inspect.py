@@ -13,7 +13,7 @@ from megatron_allattn.checkpoint.folder import begin, commit
 from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.checkpoint.tensors import TensorFiles
 from megatron_allattn.config.errors import UsageError
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 STATE = {
     "step": 12,

@@ -13,7 +13,7 @@ from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_hea
 from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -1,6 +1,6 @@
 """What cannot be done is refused in one line that names flag or file, value, rule and way out; nothing is left behind.
 
-Everything here is the real program in a process of its own, and most of it in several ranks, of which one speaks.
+Everything here is the real program in a process of its own, and much of it in several ranks, of which one speaks.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tests.support.commands import (
     run,
     run_ranks,
 )
-from tests.support.warm import Warm, warm
+from tests.support.template import Template
 
 STEPS = 2
 TRAIN = [*TINY, "--train-iters", str(STEPS), "--eval-iters", "1"]
@@ -44,19 +44,27 @@ def contents(folder: Path) -> dict[str, str]:
 class Place:
     """A working folder with data of two vocabularies and a finished run in it."""
 
-    def __init__(self, folder: Path, programs: Warm) -> None:
-        self.folder, self._programs = folder, programs
+    def __init__(self, folder: Path, template: Template) -> None:
+        self.folder, self._template = folder, template
 
     def refused(self, *arguments: str, ranks: int = 1, variables: Variables = NONE) -> str:
         """The one line with which `pretrain.py` refuses; nothing of the folder has changed.
 
-        Of several ranks the first says it; the others fail alike and say nothing.
+        Of several ranks the first says it; the others fail alike and say nothing. variables: of one rank.
         """
         before = contents(self.folder)
-        first, *others = self._programs.run(*arguments, folder=self.folder, ranks=ranks, variables=variables)
+        if ranks > 1:
+            first, *others = run_ranks(ranks, *arguments, folder=self.folder, template=self._template)
+        else:
+            command = (sys.executable, PRETRAIN, *arguments)
+            first, others = run(*command, folder=self.folder, variables=variables, template=self._template), []
         assert [(other.returncode, other.output) for other in others] == [(2, "")] * (ranks - 1)
         assert contents(self.folder) == before
         return one_line(first, 2)
+
+    def start(self, *arguments: str, port: int) -> list[Finished]:
+        """Two ranks that are to meet at this port."""
+        return run_ranks(2, *arguments, folder=self.folder, port=port, template=self._template)
 
 
 def one_line(done: Finished, exit_code: int) -> str:
@@ -67,26 +75,21 @@ def one_line(done: Finished, exit_code: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, template: Template) -> Path:
     """A folder with prepared data `byte1` (256 ids) and `char2` (21 ids), and the run `old` on the former."""
     folder = tmp_path_factory.mktemp("trained")
     corpus(folder)
     corpus(folder, seed=2, tokenizer="char")
-    done = run(sys.executable, PRETRAIN, *TRAIN, "--data-path", "byte1", "--save", "old", folder=folder)
+    command = (sys.executable, PRETRAIN, *TRAIN, "--data-path", "byte1", "--save", "old")
+    done = run(*command, folder=folder, template=template)
     assert (done.returncode, done.stderr) == (0, "")
     return folder
 
 
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Warm]:
-    with warm() as interpreter:
-        yield interpreter
-
-
 @pytest.fixture
-def place(trained: Path, tmp_path: Path, programs: Warm) -> Place:
+def place(trained: Path, tmp_path: Path, template: Template) -> Place:
     """A copy that the test may damage."""
-    return Place(Path(shutil.copytree(trained, tmp_path / "place")), programs)
+    return Place(Path(shutil.copytree(trained, tmp_path / "place")), template)
 
 
 DATA = ["--data-path", "byte1"]
@@ -231,7 +234,7 @@ def test_port_in_use(place: Place) -> None:
     before = contents(place.folder)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        first, second = run_ranks(2, *flags, "--save", "new", folder=place.folder, port=port)
+        first, second = place.start(*flags, "--save", "new", port=port)
     line = one_line(first, 1)
     assert line.startswith(
         f"address 127.0.0.1, port {port}: the port is in use on this host; choose another: MASTER_PO"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_allattn.config import UsageError
-from tests.support.pool import ROOT
+from tests.support.commands import ROOT, load_tool
 
 TOOL = "tools/benchmark.py"
 TINY = ["--recipe", "demo", "--num-layers", "2", "--runs", "1", "--warmup", "0", "--threads", "1", "--device", "cpu"]
@@ -37,11 +37,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="module")
 def tool() -> Any:
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("benchmark_tool", ROOT / TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("benchmark")
 
 
 @pytest.fixture(autouse=True)

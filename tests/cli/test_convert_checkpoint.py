@@ -27,10 +27,11 @@ from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.groups import Groups, single_process_groups
 from tests.support.checkpoints import read_tensors
-from tests.support.pool import ROOT, WorkerPools
+from tests.support.commands import run_ranks
+from tests.support.pool import WorkerPools
 from tests.support.span_files import SHAPES, assert_equal, content
+from tests.support.template import ROOT, Template
 from tests.support.trajectories import groups_of
-from tests.support.warm import warm
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
 CASES = ROOT / "tests/data/reference"
@@ -248,7 +249,7 @@ def token_file(prefix: Path, tokens: np.ndarray) -> None:
         writer.end_document()
 
 
-def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path: Path) -> None:
+def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path: Path, template: Template) -> None:
     """pretrain.py (DeepSpeed), at either layout, makes the steps that the plain engine makes from the .pt file."""
     text = np.tile(json.loads(CHAR.with_suffix(".json").read_bytes())["tokens"], 2)
     token_file(tmp_path / "text", text)
@@ -269,15 +270,15 @@ def test_training_goes_on_from_the_converted_state_and_step(tool: Tool, tmp_path
     optimizer = ["--optimizer", "adagrad", "--lr", "0.07", "--clip-grad", "0.03", "--train-iters", "123"]
     data = ["--data-path", "text", "--tokenizer-type", "null", "--vocab-size", "61", "--split", "1,0,0"]
     losses = {}
-    with warm() as program:
-        for ranks in (1, 2):
-            layout = ["--load", "run", "--save", f"tp{ranks}", "--tensor-model-parallel-size", str(ranks)]
-            done = program.run(*layout, *flags, *model, *optimizer, *data, folder=tmp_path, ranks=ranks)
-            assert [one.returncode for one in done] == [0] * ranks, done[0].output
-            assert "it was converted" in done[0].output
-            assert "the checkpoint does not say what its ids mean" in done[0].output
-            records = [json.loads(line) for line in (tmp_path / f"tp{ranks}/metrics.jsonl").read_text().splitlines()]
-            losses[ranks] = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    for ranks in (1, 2):
+        layout = ["--load", "run", "--save", f"tp{ranks}", "--tensor-model-parallel-size", str(ranks)]
+        arguments = [*layout, *flags, *model, *optimizer, *data]
+        done = run_ranks(ranks, *arguments, folder=tmp_path, template=template)
+        assert [one.returncode for one in done] == [0] * ranks, done[0].output
+        assert "it was converted" in done[0].output
+        assert "the checkpoint does not say what its ids mean" in done[0].output
+        records = [json.loads(line) for line in (tmp_path / f"tp{ranks}/metrics.jsonl").read_text().splitlines()]
+        losses[ranks] = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     expected = continued(text, with_state=True)
     assert losses[1] == pytest.approx(expected, rel=1e-5) and losses[2] == pytest.approx(expected, rel=1e-5)
     without = continued(text, with_state=False)

@@ -1,9 +1,9 @@
 """tools/evaluate.py: one value under every launcher, precision and batch; mistakes in one line; no DeepSpeed."""
 
-import importlib.util
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_allattn.inference import evaluation
 from megatron_allattn.inference.evaluation import EvaluationOptions
 from megatron_allattn.inference.evaluation import evaluate as score_split
 from megatron_allattn.parallel.groups import single_process_groups
-from tests.support.commands import ROOT, Finished, corpus, free_port, run
+from tests.support.commands import ROOT, Finished, corpus, free_port, load_tool, run
 from tests.support.dense import dense_network, reach_of
 from tests.support.runs import BLOCK, SMALL, untrained_run
 
@@ -67,12 +67,20 @@ def evaluate(folder: Path, *flags: str, launcher: tuple[str, ...] = (sys.executa
 
 
 def main(*argv: str) -> int:
-    """The tool in this process, for what it refuses before torch is loaded."""
-    specification = importlib.util.spec_from_file_location("evaluate_tool", TOOL)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.main(list(argv))
+    """The tool in this process."""
+    return load_tool("evaluate").main(list(argv))
+
+
+@pytest.fixture
+def card_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Card]:
+    """The card that it writes with these flags in this process."""
+
+    def card(*flags: str) -> Card:
+        monkeypatch.chdir(folder)
+        assert main("--load", "run", "--json", "card.json", *flags) == 0
+        return json.loads(Path("card.json").read_text())
+
+    return card
 
 
 def test_a_single_process(folder: Path, exact: np.ndarray) -> None:
@@ -100,14 +108,16 @@ def test_a_single_process(folder: Path, exact: np.ndarray) -> None:
     assert f"{card['nats_per_token']:.6f} nats" in done.stdout
 
 
-def test_the_codes_protocol_is_that_of_eight_separate_texts(folder: Path, exact: np.ndarray) -> None:
+def test_the_codes_protocol_is_that_of_eight_separate_texts(
+    folder: Path, exact: np.ndarray, card_of: Callable[..., Card]
+) -> None:
     weights = untrained_run(folder / "same", folder / "byte1")
     tokens = split(folder / "byte1", "valid")
     size = len(tokens) // 8
     blocks = (size - 1) // BLOCK
     streams = [torch.from_numpy(tokens[start : start + blocks * BLOCK + 1]) for start in range(0, 8 * size, size)]
     expected = np.mean([dense_network(weights, SMALL, stream)[0].numpy() for stream in streams])
-    _, card = evaluate(folder, "--float64", "--batch_size=3", "--seq_length=50", "--no-overlap")
+    card = card_of("--float64", "--batch_size=3", "--seq_length=50", "--no-overlap")
     code = card["code_protocol"]
     assert code["nats_per_token"] == pytest.approx(expected, rel=1e-12)
     assert code["bpc"] == pytest.approx(expected / math.log(2), rel=1e-12)
@@ -140,14 +150,14 @@ def test_two_processes(folder: Path, exact: np.ndarray, launcher: str) -> None:
     assert card["code_protocol"] == {"missing": "not computed (--no-code-protocol)"}
 
 
-def test_a_backend_of_training_gives_the_same_value(folder: Path, exact: np.ndarray) -> None:
-    _, card = evaluate(folder, "--float64", "--attention-backend", "blocked", "--no-code-protocol")
+def test_a_backend_of_training_gives_the_same_value(exact: np.ndarray, card_of: Callable[..., Card]) -> None:
+    card = card_of("--float64", "--attention-backend", "blocked", "--no-code-protocol")
     assert card["nats_per_token"] == pytest.approx(exact.mean(), rel=1e-12)
     assert card["settings"]["attention_backend"] == "blocked"
 
 
-def test_other_data_of_the_same_tokenizer(folder: Path) -> None:
-    _, card = evaluate(folder, "--data-path", "byte2", "--split-name", "test", "--bf16")
+def test_other_data_of_the_same_tokenizer(folder: Path, card_of: Callable[..., Card]) -> None:
+    card = card_of("--data-path", "byte2", "--split-name", "test", "--bf16")
     tokens = split(folder / "byte2", "test")
     assert (card["tokens"], card["predictions"]) == (len(tokens), len(tokens) - 1)
     assert card["data"]["split"] == "test"

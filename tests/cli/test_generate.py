@@ -1,13 +1,12 @@
 """tools/generate.py: one text under every launcher, from standard input too; mistakes in one line; no DeepSpeed."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, Finished, corpus, environment, free_port, run
+from tests.support.commands import ROOT, Finished, corpus, environment, free_port, load_tool, run
 from tests.support.runs import untrained_run
 
 TOOL = str(ROOT / "tools/generate.py")
@@ -49,11 +48,7 @@ def generate(folder: Path, *flags: str, launcher: tuple[str, ...] = (sys.executa
 
 def main(*argv: str) -> int:
     """The tool in this process, for what it refuses before torch is loaded."""
-    specification = importlib.util.spec_from_file_location("generate_tool", TOOL)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.main(list(argv))
+    return load_tool("generate").main(list(argv))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])

@@ -5,23 +5,23 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.commands import PRETRAIN, TINY, Program, corpus, environment, outcome, records
-from tests.support.warm import warm
+from tests.support.commands import PRETRAIN, TINY, Program, corpus, environment, outcome, records, run, run_ranks
+from tests.support.template import Template
 
 FLAGS = [*TINY, "--data-path", "byte1", "--eval-iters", "1", "--save", "run", "--save-interval", "5"]
 
 
-def test_the_second_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_the_second_is_refused_until_the_first_is_gone(tmp_path: Path, template: Template) -> None:
     corpus(tmp_path)
     path = tmp_path / "run"
-    command = [sys.executable, PRETRAIN, *FLAGS, "--train-iters", "1000000"]
-    with Program(command, tmp_path, environment()) as first, warm() as programs:
+    begin = [sys.executable, PRETRAIN, *FLAGS]
+    with Program([*begin, "--train-iters", "1000000"], tmp_path, environment(), template) as first:
         while not (path / "latest").exists():
             assert first.process.poll() is None, first.stderr
             time.sleep(0.01)
         first.process.send_signal(signal.SIGSTOP)  # it holds the lock also while it does nothing
-        refused = programs.run(*FLAGS, "--load", "run", "--train-iters", "3", folder=tmp_path, ranks=2)
-        (anew,) = programs.run(*FLAGS, folder=tmp_path)  # without --load
+        refused = run_ranks(2, *FLAGS, "--load", "run", "--train-iters", "3", folder=tmp_path, template=template)
+        anew = run(*begin, folder=tmp_path, template=template)  # without --load
         assert first.process.poll() is None, first.stderr
         owner = (path / "lock").read_text().strip()
         assert owner.startswith(f"process {first.process.pid} on ")
@@ -30,7 +30,7 @@ def test_the_second_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
         steps = [record["step"] for record in records(path)]
         assert steps == list(range(1, len(steps) + 1))
         last = str(steps[-1] + 2)
-        (done,) = programs.run(*FLAGS, "--load", "run", "--train-iters", last, folder=tmp_path)
+        done = run(*begin, "--load", "run", "--train-iters", last, folder=tmp_path, template=template)
     line = f"error: --save run: is in use by {owner}; wait for its end or choose another folder\n"
     assert [(one.returncode, one.output) for one in refused] == [(2, line), (2, "")]
     assert (anew.returncode, anew.output) == (2, line)

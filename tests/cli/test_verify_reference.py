@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.pool import ROOT
+from tests.support.commands import ROOT, load_tool
 
 TOOL = ROOT / "tools/verify_reference.py"
 CASES = ROOT / "tests/data/reference"
@@ -34,6 +35,21 @@ def run(*arguments: object, program: tuple[str, ...] = (str(TOOL),)) -> tuple[in
     command = [sys.executable, *program, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run` in this process, where no others take part: (exit code, output, errors)."""
+    tool = load_tool("verify_reference")
+
+    def answer(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = tool.main(list(map(str, arguments)))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return answer
 
 
 def case(name: str) -> Path:
@@ -72,10 +88,10 @@ def test_recorded_cases_agree_with_another_backend_over_local_processes() -> Non
     assert word.startswith("ok   adaptive_span_word: mean_nll ")
 
 
-def test_the_normalization_over_spans_differs_from_what_was_recorded() -> None:
+def test_the_normalization_over_spans_differs_from_what_was_recorded(answer) -> None:
     """Within limits that allow for its missing 1e-8, in two cases beyond them."""
     flags = ("--span-normalization", "span", "--attention-backend", "blocked")
-    code, output, errors = run(*map(case, REPLAYED), *flags)
+    code, output, errors = answer(*map(case, REPLAYED), *flags)
     assert (code, errors) == (1, "")
     heading, *lines = output.splitlines()
     assert heading == "float64 on cpu, tensor-parallel size 1, plain engine, blocked attention over the span"
@@ -97,12 +113,12 @@ def test_a_case_through_deepspeed() -> None:
     assert line.startswith("ok   all_attention: losses ")
 
 
-def test_a_case_that_differs_is_exit_code_1(tmp_path: Path) -> None:
+def test_a_case_that_differs_is_exit_code_1(tmp_path: Path, answer) -> None:
     with np.load(case("all_attention")) as archive:
         arrays = {name: archive[name] for name in archive.files}
     arrays["config"] = np.array(json.dumps({**json.loads(str(arrays["config"])), "ramp": 7}))
     np.savez(tmp_path / "other_ramp.npz", **arrays)
-    code, output, errors = run(tmp_path / "other_ramp.npz", case("no_span"), "--dtype", "float32")
+    code, output, errors = answer(tmp_path / "other_ramp.npz", case("no_span"), "--dtype", "float32")
     assert (code, errors) == (1, "")
     assert [line[:17] for line in output.splitlines()] == [
         "float32 on cpu, t",
@@ -152,8 +168,8 @@ def test_a_case_that_differs_is_exit_code_1(tmp_path: Path) -> None:
         ([case("no_span"), "--dtyp", "float32"], "unrecognized arguments: --dtyp float32; see --help"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[object], message: str) -> None:
-    code, output, errors = run(*arguments)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[object], message: str, answer) -> None:
+    code, output, errors = answer(*arguments)
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: {message}")
     assert errors.count("\n") == 1

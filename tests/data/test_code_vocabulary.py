@@ -7,7 +7,7 @@ import pytest
 
 from megatron_allattn.config import UsageError
 from megatron_allattn.data.code_vocabulary import tokenizer_of
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 
 def code_ids(prepared: str, vocabulary: list[str]) -> list[int]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import ROOT, WorkerError, WorkerPool
+from tests.support.pool import WorkerError, WorkerPool
+from tests.support.template import ROOT
 
 
 @dataclass
@@ -166,7 +167,8 @@ def test_workers_leave_when_the_test_run_is_killed(tmp_path: Path):
     script = tmp_path / "run.py"
     script.write_text(
         f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from functions import pid\nfrom tests.support.pool import Template, WorkerPool\n"
+        "from functions import pid\n"
+        "from tests.support.pool import WorkerPool\nfrom tests.support.template import Template\n"
         "print(*WorkerPool(2, Template()).run(pid), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, TINY, Finished, Program, corpus, environment, free_port, run, world
+from tests.support.template import Template
 
 FAULTY = str(ROOT / "tests" / "support" / "faulty.py")
 TIMEOUT = 15.0  # seconds, of every collective
-SLACK = 120.0  # for Python, torch and DeepSpeed to start on a machine that does other things too
+SLACK = 120.0  # for a machine that does other things too
 FLAGS = ["--num-layers", "4", "--train-iters", "6", "--log-interval", "1", "--save", "run"]
 PATH = {"PYTHONPATH": str(ROOT)}
 
@@ -31,8 +32,8 @@ class Ended:
 class Runs:
     """Starts runs whose rank RANK has a fault at step 3."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, data: Path, template: Template) -> None:
+        self.folder, self._template = folder, template
         self._flags = [*TINY[2:], *FLAGS, "--data-path", str(data)]
 
     def plain(self, count: int, rank: int, fault: str, *flags: str) -> Ended:
@@ -41,7 +42,7 @@ class Runs:
         try:
             for own in range(count):
                 env = environment(shared | {"RANK": str(own), "LOCAL_RANK": str(own)})
-                programs.append(Program(self._command(rank, fault, flags), self.folder, env))
+                programs.append(Program(self._command(rank, fault, flags), self.folder, env, self._template))
             deadline = time.monotonic() + TIMEOUT + SLACK + 10 * count
             ranks = [program.wait(deadline - time.monotonic()) for program in programs]
         finally:
@@ -70,5 +71,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(data: Path, tmp_path: Path) -> Runs:
-    return Runs(tmp_path, data)
+def runs(data: Path, tmp_path: Path, template: Template) -> Runs:
+    return Runs(tmp_path, data, template)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_allattn.data.corpora import standard_library
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 CHECK = "tests/gpu/check.py"
 # what a GPU machine need not have: no finder finds it

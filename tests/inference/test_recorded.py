@@ -14,7 +14,8 @@ from megatron_allattn.config import UsageError
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel.groups import single_process_groups
 from megatron_allattn.training.reference import CaseReport
-from tests.support.pool import ROOT, WorkerPools
+from tests.support.pool import WorkerPools
+from tests.support.template import ROOT
 from tests.support.trajectories import groups_of
 
 CASES = ROOT / "tests/data/reference"

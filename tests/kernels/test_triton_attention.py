@@ -12,7 +12,7 @@ from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.parallel.random import keep_mask
 from tests.support.attention_problems import CASES, answer, make
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 pytest.importorskip("triton")
 

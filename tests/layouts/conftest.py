@@ -11,13 +11,14 @@ from tests.support import layouts
 from tests.support.layouts import Train
 from tests.support.pool import WorkerPools
 
-FAR = {"first loss": "loss of step 1", "gradients": "gradients", "losses": "30 losses", "first norm": "norm"}
+FAR = {"first loss": "loss of step 1", "gradients": "gradients", "losses": "all losses", "first norm": "norm"}
 
 
 @pytest.fixture(scope="session")
 def train(pools: WorkerPools, shared: Path) -> Train:
     """The trajectory of a case, computed once."""
-    return cache(lambda case: layouts.train(pools, shared, case))
+    trained = cache(lambda case, steps: layouts.train(pools, shared, case, steps))
+    return lambda case, steps=layouts.STEPS: trained(case, steps)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,7 +13,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from tests.support.layouts import SIZES, Record, Train, note
+from tests.support.layouts import FEW, SIZES, STEPS, Record, Train, note
 from tests.support.trajectories import Case, differences
 
 BOUNDS = {"first loss": 1e-4, "gradients": 1.5e-1, "losses": 1e-3, "first norm": 2e-3}
@@ -24,12 +24,14 @@ CASES = [
     Case(t, d, zero if p == 1 else zero % 2, accumulation, optimizer, "bfloat16", "deepspeed", p)
     for (t, p, d), (accumulation, zero, optimizer) in zip(SIZES, TURNS, strict=False)
 ]
-FAST = [Case(2, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2)]
+FAST = Case(2, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2)
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.layouts) for case in CASES)], ids=str)
-def test_bfloat16_is_near_one_process(case: Case, train: Train, record_property: Record) -> None:
-    found, single = train(case), train(case.single())
+@pytest.mark.parametrize(
+    ("case", "steps"), [(FAST, FEW), *(pytest.param(case, STEPS, marks=pytest.mark.layouts) for case in CASES)], ids=str
+)
+def test_bfloat16_is_near_one_process(case: Case, steps: int, train: Train, record_property: Record) -> None:
+    found, single = train(case, steps), train(case.single(), steps)
     far = differences(found, single)
     note(case, far, record_property, "bfloat16 beside one process in bfloat16")
     for what, bound in BOUNDS.items():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.layouts import BOUNDS, SIZES, VOCABULARY, Record, Train, check, text
+from tests.support.layouts import BOUNDS, FEW, SIZES, VOCABULARY, Record, Train, check, text
 from tests.support.trajectories import OPTIMIZERS, Case
 
 ACCUMULATION = (1, 2, 4)
@@ -47,7 +47,7 @@ FAST_PLAIN = [Case(2, 2, 0, 2, "adagrad", "float64", "plain")]
 
 @pytest.mark.parametrize("case", FAST + FAST_PLAIN, ids=str)
 def test_some_layouts(case: Case, train: Train, record_property: Record) -> None:
-    check(case, train(case), train(case.single()), record_property, case.dtype)
+    check(case, train(case, FEW), train(case.single(), FEW), record_property, case.dtype)
 
 
 @pytest.mark.layouts
@@ -92,6 +92,7 @@ def test_moving_layers_between_stages_changes_no_bit_of_the_first_loss(
         check(moved, found, train(case.single()), record_property, case.dtype)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_trained_is_what_was_meant(optimizer: str, train: Train, shared) -> None:
     """A vocabulary of which every token occurs and that no TP divides, clipping that is active, spans that grow."""

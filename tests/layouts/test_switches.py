@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.layouts import DEEP, Record, Train, check, note
+from tests.support.layouts import DEEP, FEW, STEPS, Record, Train, check, note
 from tests.support.pairwise import legal_combinations, pairs_of, pairwise
 from tests.support.trajectories import Case, differences, spread_tokens
 
@@ -46,7 +46,13 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.layouts) for case in CASES)], ids=str)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_some_switches_together(case: Case, train: Train, record_property: Record) -> None:
+    check(case, train(case, FEW), train(case.single(), FEW), record_property, "float32, with some switches together")
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_two_switches_together(case: Case, train: Train, record_property: Record) -> None:
     check(case, train(case), train(case.single()), record_property, "float32, with every two switches together")
 
@@ -97,11 +103,11 @@ SPREAD = [
 
 
 @pytest.mark.parametrize(
-    "case", [SPREAD[0], *(pytest.param(c, marks=pytest.mark.layouts) for c in SPREAD[1:])], ids=str
+    ("case", "steps"), [(SPREAD[0], FEW), *(pytest.param(c, STEPS, marks=pytest.mark.layouts) for c in SPREAD)], ids=str
 )
-def test_spans_that_differ_and_move(case: Case, train: Train, record_property: Record) -> None:
+def test_spans_that_differ_and_move(case: Case, steps: int, train: Train, record_property: Record) -> None:
     """Every layer keeps a cache of its own length, and lengths change on the way."""
-    found, single = train(case), train(case.single())
+    found, single = train(case, steps), train(case.single(), steps)
     check(case, found, single, record_property, "float32, heads with spans of their own")
     length, moved = DEEP.max_attention_span, 0
     for layer in range(DEEP.num_layers):

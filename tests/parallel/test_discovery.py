@@ -14,7 +14,7 @@ import torch
 
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.parallel.discovery import RankInfo, discover, first_host, free_port, select_device, tasks_on_node
-from tests.support.pool import ROOT
+from tests.support.template import ROOT
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "PYTEST_")
 FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "2345"}

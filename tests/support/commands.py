@@ -5,6 +5,7 @@ inherit the mark, so that after the program's end those still alive can be found
 they are in.
 """
 
+import importlib.util
 import json
 import os
 import random
@@ -18,13 +19,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Literal
 
 from megatron_allattn.data.corpora import files_corpus
 from megatron_allattn.data.prepare import Preparation, prepare
 from megatron_allattn.parallel.discovery import free_port
+from tests.support.template import ROOT, Child, Template
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PRETRAIN = str(ROOT / "pretrain.py")
 MARK = "TEST_COMMAND_MARK"
@@ -71,14 +73,23 @@ class Finished:
 
 
 class Program:
-    """A program under way; use it in `with`, which ends it and its descendants."""
+    """A program under way; use it in `with`, which ends it and its descendants.
 
-    def __init__(self, command: list[str], folder: Path, env: Variables) -> None:
+    template: what forks it, if it is a Python file, so that torch need not be imported for it.
+    """
+
+    def __init__(self, command: list[str], folder: Path, env: Variables, template: Template | None = None) -> None:
         self._mark = env[MARK]
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed in exit)
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=dict(env), stdin=subprocess.DEVNULL, stdout=self._stdout, stderr=self._stderr
-        )
+        self.process: subprocess.Popen[bytes] | Child
+        if template is None:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=dict(env), stdin=subprocess.DEVNULL, stdout=self._stdout, stderr=self._stderr
+            )
+        else:
+            assert command[0] == sys.executable
+            outputs = (_path(self._stdout), _path(self._stderr))
+            self.process = template.program(command[1:], folder, env, outputs)
 
     def __enter__(self) -> "Program":
         return self
@@ -106,7 +117,7 @@ class Program:
         """Wait for its end. Raises AssertionError with its output when that does not come."""
         try:
             code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, TimeoutError):
             raise AssertionError(f"no end after {timeout:g} s:\n{self.stdout}{self.stderr}") from None
         deadline = time.monotonic() + 5.0
         while (left := marked(self._mark)) and time.monotonic() < deadline:
@@ -114,35 +125,54 @@ class Program:
         return Finished(code, self.stdout, self.stderr, left)
 
 
+def load_tool(name: str) -> ModuleType:
+    """A program of tools/ as a module, for what it answers in this process: a mistake, a single process's work."""
+    specification = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # where its dataclasses look for their module
+    specification.loader.exec_module(module)
+    return module
+
+
+def _path(file: IO[bytes]) -> str:
+    """By which another process can open it, though it has no name."""
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
 def _content(file: IO[bytes]) -> str:
     """All of a file that another process may be writing, without moving the position that is shared with it."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
-def run(*command: str, folder: Path, variables: Variables = NONE) -> Finished:
+def run(*command: str, folder: Path, variables: Variables = NONE, template: Template | None = None) -> Finished:
     """Run a program to its end in a folder, with these environment variables."""
-    with Program(list(command), folder, environment(variables)) as program:
+    with Program(list(command), folder, environment(variables), template) as program:
         return program.wait()
 
 
 @contextmanager
-def plain_ranks(count: int, *arguments: str, folder: Path, port: int | None = None) -> Iterator[list[Program]]:
+def plain_ranks(
+    count: int, *arguments: str, folder: Path, port: int | None = None, template: Template | None = None
+) -> Iterator[list[Program]]:
     """`pretrain.py` as `count` processes that know each other through plain environment variables alone."""
     shared = world(count, port)
     programs: list[Program] = []
     try:
         for rank in range(count):
             env = environment(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            programs.append(Program([sys.executable, PRETRAIN, *arguments], folder, env))
+            programs.append(Program([sys.executable, PRETRAIN, *arguments], folder, env, template))
         yield programs
     finally:
         for program in programs:
             program.__exit__()
 
 
-def run_ranks(count: int, *arguments: str, folder: Path, port: int | None = None) -> list[Finished]:
+def run_ranks(
+    count: int, *arguments: str, folder: Path, port: int | None = None, template: Template | None = None
+) -> list[Finished]:
     """`plain_ranks`, to the end of all; by rank."""
-    with plain_ranks(count, *arguments, folder=folder, port=port) as programs:
+    with plain_ranks(count, *arguments, folder=folder, port=port, template=template) as programs:
         return [program.wait() for program in programs]
 
 

@@ -18,11 +18,13 @@ from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, Trajectory, differences, trajectory
 
 STEPS, STREAMS, BLOCK, VOCABULARY = 30, 16, 16, 101
+FEW = 10  # steps, where `make test` takes a look
 DEEP = replace(MODEL, num_layers=5)
 SIZES = tuple((t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if t * p * d <= 8)
 """TP, PP, DP of every layout that fits 8 processes."""
 
-Train = Callable[[Case], Trajectory]
+Train = Callable[..., Trajectory]
+"""(case, steps = STEPS)"""
 Record = Callable[[str, object], None]
 
 BOUNDS = {
@@ -43,9 +45,9 @@ def text(shared: Path) -> np.ndarray:
     return np.array([index[symbol] for symbol in symbols], dtype=np.uint8)
 
 
-def train(pools: WorkerPools, shared: Path, case: Case, timeout: float = 300) -> Trajectory:
+def train(pools: WorkerPools, shared: Path, case: Case, steps: int = STEPS, timeout: float = 300) -> Trajectory:
     """What happens in the training of a case."""
-    arguments = (case, text(shared), VOCABULARY, STEPS, DEEP, STREAMS, BLOCK)
+    arguments = (case, text(shared), VOCABULARY, steps, DEEP, STREAMS, BLOCK)
     result = pools(case.world_size).run(trajectory, *arguments, timeout=timeout)[0]
     assert result is not None
     return result

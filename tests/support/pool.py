@@ -5,30 +5,26 @@
     def test_sum(pools):
         assert pools(2).run(_sum_of_ranks, 5) == [11, 11]   # one result per rank
 
-Workers are processes with a pickle pipe each, forked by one interpreter that has torch and DeepSpeed in it, which take
-seconds to import (pool_worker.py). A function is sent as file + module + qualified name, so that test files need not be
-importable. When a worker raises, dies or hangs, every worker's output (with its Python stack, if it hangs) is in the
-error, the pool is ended by pid, and the next call starts a new one.
+Workers are processes with a pickle pipe each, forked by the template (template.py). A function is sent as file + module
++ qualified name, so that test files need not be importable. When a worker raises, dies or hangs, every worker's output
+(with its Python stack, if it hangs) is in the error, the pool is ended by pid, and the next call starts a new one.
 """
 
-import os
 import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT = 180.0  # seconds, and for each process; importing torch takes long on a busy machine
-START_TIMEOUT_EACH = 10.0
+from tests.support.template import START_TIMEOUT, Child, Template
+
+START_TIMEOUT_EACH = 10.0  # seconds, and START_TIMEOUT for all
 GRACE = 2.0  # seconds that the other workers get to report after the first failure
 TAIL = 6000  # characters of a worker's output shown in an error
 
@@ -41,94 +37,12 @@ class WorkerError(RuntimeError):
         self.rank, self.original = rank, original
 
 
-class Template:
-    """The interpreter that forks workers; started by the first one."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def fork(self, environment: Mapping[str, str], log: Path, pipe: socket.socket) -> "Worker":
-        """A worker with these variables, whose outputs go to `log` and whose calls come through `pipe`."""
-        if self._process is None:
-            self._start()
-        assert self._process is not None
-        self._pipe.send(("fork", dict(environment), str(log)))
-        send_handle(self._pipe, pipe.fileno(), self._process.pid)
-        return Worker(self._answer(), self)
-
-    def poll(self, pid: int) -> int | None:
-        """The exit code of a worker that has ended, -N for signal N."""
-        self._pipe.send(("poll", pid))
-        return self._answer()
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._pipe.close()  # upon which it leaves
-            self._process.wait()
-            self._process = None
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(START_TIMEOUT):
-            raise RuntimeError(f"the workers' template says nothing within {START_TIMEOUT:g} s")
-        return self._pipe.recv()
-
-    def _start(self) -> None:
-        environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHELASTIC_"))},
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONUNBUFFERED": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/support/pool_worker.py"), str(theirs.fileno())],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._pipe = Connection(ours.detach())
-
-
-class Worker:
-    """A process that the template has forked."""
-
-    def __init__(self, pid: int, template: Template) -> None:
-        self.pid, self._template = pid, template
-
-    def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
-        return self._template.poll(self.pid)
-
-    def kill(self) -> None:
-        """kill -9; it keeps its pid until the template is asked."""
-        os.kill(self.pid, signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, timeout: float) -> int:
-        """Its exit code. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"worker {self.pid} has not ended within {timeout:g} s")
-            time.sleep(0.005)
-        return code
-
-
 class WorkerPool:
     """`world_size` persistent processes with one gloo default group; started by the first `run`."""
 
     def __init__(self, world_size: int, template: Template) -> None:
         self.world_size, self._template = world_size, template
-        self._processes: list[Worker] = []
+        self._processes: list[Child] = []
         self._pipes: list[Connection] = []
         self._folder: Path | None = None
 
@@ -175,12 +89,13 @@ class WorkerPool:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="worker_pool_"))
         shared = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)}
+        shared |= {"MASTER_ADDR": "127.0.0.1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
         for rank in range(self.world_size):
             self._log(rank).touch()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ours, theirs = socket.socketpair()
             with theirs:
-                self._processes.append(self._template.fork(shared | own, self._log(rank), theirs))
+                self._processes.append(self._template.worker(shared | own, self._log(rank), theirs))
             self._pipes.append(Connection(ours.detach()))
         # Rank 0 takes a free port and tells it, so that nobody else can take it in between.
         port = self._collect(self._patience, "start", ranks=[0])[0]
@@ -228,7 +143,7 @@ class WorkerPool:
     def _dump_stacks(self) -> None:
         alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         for rank in alive:
-            self._processes[rank].send_signal(signal.SIGUSR1)  # faulthandler, see pool_worker.py
+            self._processes[rank].send_signal(signal.SIGUSR1)  # faulthandler, see template_process.py
         deadline = time.monotonic() + 10.0
         while any(b"most recent call first" not in self._log(rank).read_bytes() for rank in alive):
             if time.monotonic() > deadline:
@@ -244,8 +159,8 @@ class WorkerPool:
 class WorkerPools:
     """One pool per world size: `pools(2).run(function, *args)`."""
 
-    def __init__(self) -> None:
-        self.template = Template()
+    def __init__(self, template: Template) -> None:
+        self.template = template
         self._pools: dict[int, WorkerPool] = {}
 
     def __call__(self, world_size: int) -> WorkerPool:
@@ -254,4 +169,3 @@ class WorkerPools:
     def end(self) -> None:
         for pool in self._pools.values():
             pool.end()
-        self.template.end()

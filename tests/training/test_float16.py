@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ROOT, TINY, Finished, corpus, records, run
+from tests.support.template import Template
 
 POWER = 24  # a loss scale of 2^24: too large at first
 FLAGS = ["--fp16", "--log-interval", "1", "--span-loss", "1e-4", "--attention-dropout", "0.1", "--save", "run"]
 
 
-def pretrain(folder: Path, data: Path, *flags: str) -> Finished:
+def pretrain(template: Template, folder: Path, data: Path, *flags: str) -> Finished:
     program = str(ROOT / "tests" / "support" / "half.py")
     arguments = [*TINY, *FLAGS, "--data-path", str(data), *flags]
-    done = run(sys.executable, program, str(POWER), *arguments, folder=folder, variables={"PYTHONPATH": str(ROOT)})
+    command, path = (sys.executable, program, str(POWER), *arguments), {"PYTHONPATH": str(ROOT)}
+    done = run(*command, folder=folder, variables=path, template=template)
     assert done.returncode == 0, done.output
     return done
 
@@ -31,11 +33,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpus(tmp_path_factory.mktemp("data"))
 
 
-def test_overflows_are_told_and_counted_and_survive_a_restart(data: Path, tmp_path: Path) -> None:
+def test_overflows_are_told_and_counted_and_survive_a_restart(data: Path, tmp_path: Path, template: Template) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    done = pretrain(whole, data, "--train-iters", "12")
+    done = pretrain(template, whole, data, "--train-iters", "12")
     rows = trained(whole)
     scales, skipped = [float(row["loss_scale"]) for row in rows], [row["skipped"] for row in rows]
     count = skipped[-1]
@@ -51,7 +53,7 @@ def test_overflows_are_told_and_counted_and_survive_a_restart(data: Path, tmp_pa
     )
     assert "grad norm too large" in done.stdout and done.stderr == ""
 
-    pretrain(parts, data, "--train-iters", "2")
+    pretrain(template, parts, data, "--train-iters", "2")
     state = json.loads((parts / "run/checkpoints/step_00000002/state.json").read_text())["loss_scale"]
     assert state == {
         "skipped": 2,
@@ -60,5 +62,5 @@ def test_overflows_are_told_and_counted_and_survive_a_restart(data: Path, tmp_pa
         "last_overflow_iter": 1,
         "cur_hysteresis": 1,
     }
-    pretrain(parts, data, "--train-iters", "12", "--load", "run")
+    pretrain(template, parts, data, "--train-iters", "12", "--load", "run")
     assert trained(parts) == rows

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import PRETRAIN, TINY, Finished, corpus, outcome, plain_ranks, records, run, run_ranks
+from tests.support.template import Template
 
 STEPS, SAVE_INTERVAL = 16, 3
 FLAGS = [
@@ -68,9 +69,11 @@ class Killed:
     left: list[Record]
 
 
-def start_and_kill(folder: Path, *flags: str, when: Callable[[Record], bool], whom: Sequence[int] = (0, 1)) -> Killed:
+def start_and_kill(
+    template: Template, folder: Path, *flags: str, when: Callable[[Record], bool], whom: Sequence[int] = (0, 1)
+) -> Killed:
     """Start a run, kill -9 these ranks as soon as it has written such a record, and wait for both."""
-    with plain_ranks(2, *FLAGS, *flags, folder=folder) as ranks:
+    with plain_ranks(2, *FLAGS, *flags, folder=folder, template=template) as ranks:
         deadline = time.monotonic() + 240
         while "layout " not in ranks[0].stdout or not any(when(record) for record in found(folder)):
             alive = all(program.process.poll() is None for program in ranks)
@@ -87,13 +90,13 @@ def check_resumed(output: str, step: int, dropped: int) -> None:
     assert (again in output) == (dropped > 0)
 
 
-def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path) -> None:
+def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path, template: Template) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
     begin = ["--data-path", str(data)]
     resume = [*begin, "--load", "run"]
-    for done in run_ranks(2, *FLAGS, *begin, folder=alone):
+    for done in run_ranks(2, *FLAGS, *begin, folder=alone, template=template):
         assert (done.returncode, done.stderr) == (0, "")
     expected = without_speed(alone)
     assert [record["step"] for record in expected if record["kind"] == "train"] == list(range(1, STEPS + 1))
@@ -107,13 +110,13 @@ def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path) -> None:
         *(("valid", STEPS), ("test", STEPS)),
     ]
 
-    first = start_and_kill(killed, *begin, when=lambda record: step_of(record) >= 7)
+    first = start_and_kill(template, killed, *begin, when=lambda record: step_of(record) >= 7)
     assert [rank.returncode for rank in first.ranks] == [-signal.SIGKILL] * 2
     step = saved_step(killed)
     assert 6 <= step <= step_of(first.left[-1]) < STEPS - 3
     assert not (killed / "run" / "outcome.json").exists()
 
-    second = start_and_kill(killed, *resume, when=lambda record: step_of(record) >= 12, whom=[1])
+    second = start_and_kill(template, killed, *resume, when=lambda record: step_of(record) >= 12, whom=[1])
     check_resumed(second.ranks[0].stdout, step, sum(step_of(record) > step for record in first.left))
     assert second.ranks[0].returncode == 1
     assert second.ranks[0].stderr.startswith("error: rank 1 is gone: rank 0 lost the connection in the ")
@@ -123,11 +126,13 @@ def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path) -> None:
     assert 9 <= step <= step_of(second.left[-1]) < STEPS
 
     # while it evaluates for the last time, after the last checkpoint
-    third = start_and_kill(killed, *resume, when=lambda record: (record["kind"], record["step"]) == ("valid", STEPS))
+    third = start_and_kill(
+        template, killed, *resume, when=lambda record: (record["kind"], record["step"]) == ("valid", STEPS)
+    )
     check_resumed(third.ranks[0].stdout, step, sum(step_of(record) > step for record in second.left))
     assert saved_step(killed) == STEPS
 
-    last, _ = run_ranks(2, *FLAGS, *resume, folder=killed)
+    last, _ = run_ranks(2, *FLAGS, *resume, folder=killed, template=template)
     assert (last.returncode, last.stderr) == (0, "")
     check_resumed(last.stdout, STEPS, sum(record["kind"] != "train" for record in third.left[-2:]))
     assert outcome(killed / "run") == {
@@ -139,7 +144,7 @@ def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path) -> None:
     assert tensors_of(killed) == tensors_of(alone)
 
 
-def test_killed_before_the_end_of_the_first_save(data: Path, tmp_path: Path) -> None:
+def test_killed_before_the_end_of_the_first_save(data: Path, tmp_path: Path, template: Template) -> None:
     """A batch system starts the same line again; with nothing to resume from it begins anew, as if nothing had been."""
     checkpoints = tmp_path / "run" / "checkpoints"
     for left in (".step_00000003.tmp-99", "step_00000003"):
@@ -147,7 +152,7 @@ def test_killed_before_the_end_of_the_first_save(data: Path, tmp_path: Path) -> 
         (checkpoints / left / "manifest.json").write_text("{}")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 9.0}\n{"kind": "tr')
     flags = ["--data-path", str(data), "--load", "run", *("--save", "run", "--train-iters", "3")]
-    done = run(sys.executable, PRETRAIN, *TINY, *flags, folder=tmp_path)
+    done = run(sys.executable, PRETRAIN, *TINY, *flags, folder=tmp_path, template=template)
     assert (done.returncode, done.stderr) == (0, "")
     assert "note        no checkpoint in run yet: starting from step 0" in done.stdout
     assert "note        metrics.jsonl: records after step 0 are made again (dropped 1)" in done.stdout

@@ -12,7 +12,8 @@ from megatron_allattn.config import UsageError
 from megatron_allattn.parallel.groups import single_process_groups
 from megatron_allattn.training.reference import CaseReport, verify_case
 from megatron_allattn.training.reference_case import read_case
-from tests.support.pool import ROOT, WorkerPools
+from tests.support.pool import WorkerPools
+from tests.support.template import ROOT
 from tests.support.trajectories import groups_of
 
 CASES = ROOT / "tests/data/reference"

@@ -1,13 +1,14 @@
-"""The workers of tests/support/pool.py and what forks them: `python pool_worker.py PIPE_DESCRIPTOR`.
+"""What tests/support/template.py starts: `python -m tests.support.template_process PIPE_DESCRIPTOR`.
 
-The template has torch and DeepSpeed imported. Asked for a worker, it forks a process, which serves calls until its own
-pipe closes; asked for a worker's exit code, it tells it. It leaves when its pipe closes.
+It has torch and DeepSpeed imported. Asked for a program or a worker of tests/support/pool.py, it forks a process; a
+worker serves calls until its own pipe closes. Asked how a child has ended, it tells. It leaves when its pipe closes.
 """
 
 import faulthandler
 import importlib.util
 import os
 import pickle
+import runpy
 import signal
 import sys
 import threading
@@ -20,12 +21,10 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call's: a call that hangs is reported with its stacks
 
 
 def main() -> None:
-    sys.path[0] = str(ROOT)
     pipe = Connection(int(sys.argv[1]))
     import torch
 
@@ -39,26 +38,51 @@ def main() -> None:
             kind, *request = pipe.recv()
         except (EOFError, ConnectionError):
             os._exit(0)  # workers notice
-        if kind == "fork":
-            environment, log = request
-            descriptor = recv_handle(pipe)
-            pid = os.fork()
-            if pid == 0:
-                pipe.close()
-                os.environ.update(environment)
-                _work(Connection(descriptor), log)
-            os.close(descriptor)
-            pipe.send(pid)
-        else:
+        if kind == "poll":
             (pid,) = request
             if pid not in codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 codes |= {pid: os.waitstatus_to_exitcode(status)} if ended else {}
             pipe.send(codes.get(pid))
+            continue
+        handle = recv_handle(pipe) if kind == "worker" else None
+        pid = os.fork()
+        if pid == 0:
+            pipe.close()
+            if handle is None:
+                _run(*request)
+            _work(Connection(handle), *request)
+        if handle is not None:
+            os.close(handle)
+        pipe.send(pid)
 
 
-def _work(pipe: Connection, log: str) -> NoReturn:
+def _run(command: list[str], folder: str, environment: dict[str, str], outputs: tuple[str, str]) -> NoReturn:
+    """What a program does: the file command[0], as `__main__`."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate((os.devnull, *outputs)):
+        os.dup2(os.open(path, os.O_RDWR), number)
+    sys.argv[:] = command
+    extra = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(Path(command[0]).parent), *filter(None, extra)]
+    code: Any = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _work(pipe: Connection, environment: dict[str, str], log: str) -> NoReturn:
     """What a worker does."""
+    os.environ.update(environment)
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
     faulthandler.enable()
