@@ -5,6 +5,7 @@ worker serves calls until its own pipe closes. Asked how a child has ended, it t
 """
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -27,11 +28,14 @@ GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call's: a call that han
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     import torch
+    import torch._dynamo
 
     from megatron_allattn.engine.deepspeed_engine import import_deepspeed
 
     torch.set_num_threads(1)
     import_deepspeed(verbose=False)
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage often, and what is here now is none
     codes: dict[int, int] = {}
     while True:
         try:
