@@ -1,6 +1,5 @@
 """What every test shares: one thread per process, the worker pools, and the folder of shared reference material."""
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +29,7 @@ LONG = (  # files of over a minute, longest first: begun last they would keep on
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; and what is loaded by now is not looked through for garbage again and again."""
-    gc.freeze()
+    """Long files first."""
     items.sort(key=lambda item: min((i for i, name in enumerate(LONG) if item.path.match(name)), default=len(LONG)))
 
 

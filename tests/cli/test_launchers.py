@@ -30,6 +30,7 @@ from tests.support.commands import (
     run_ranks,
 )
 from tests.support.loopback import HOSTS, loopback_hosts, missing_programs
+from tests.support.template import Template
 
 LAUNCH = ROOT / "launch"
 STEPS = 6
@@ -72,10 +73,10 @@ def check_ended(done: Finished, ranks: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_ranks(data: Path, tmp_path_factory: pytest.TempPathFactory, template: Template) -> list[dict[str, Any]]:
     """The records of two processes that plain environment variables bring together: what others must equal."""
     folder = tmp_path_factory.mktemp("plain")
-    first, second = run_ranks(2, *flags(data, 2), folder=folder)
+    first, second = run_ranks(2, *flags(data, 2), folder=folder, template=template)
     check_ended(first, 2)
     assert (first.stderr, second.returncode, second.output, second.left) == ("", 0, "", [])
     check_folder(folder, 2)

@@ -98,6 +98,7 @@ def test_a_closed_descriptor_goes_to_no_other_file(tmp_path: Path) -> None:
 
 
 def interrupts(pid: int = 0) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.kill(pid or os.getpid(), signal.SIGINT)
     time.sleep(10)
     return 0

@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from megatron_allattn.engine.interface import Spans
+from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import Case, build, differences, run_config, trajectory
-from tests.support.variants import VARIANTS, dropout_of, model_of
+from tests.support.variants import dropout_of, model_of
 
 VOCAB = 61
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 8 * 32 * 6).astype(np.uint8)
 BOUNDS = {"first loss": 1e-6, "gradients": 1e-5, "losses": 1e-5, "first norm": 1e-5}
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "all-attn"])
+@pytest.mark.parametrize(
+    "variant", ["head-split", "transformer", *rest("attn-split", "single-head", "ff-attn", "no-persistent")]
+)
 def test_every_zero_stage_equals_plain_training(variant: str, pools: WorkerPools) -> None:
     model = model_of(variant, max_attention_span=80, span_ramp=8, span_loss=1e-4, **dropout_of(variant))
     single = pools(1).run(trajectory, Case(), TOKENS, VOCAB, 2, model)[0]

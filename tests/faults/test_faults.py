@@ -66,7 +66,8 @@ SAID = {
     "raise": r"error: rank {rank} \([^)]*\) failed at support/faulty.py:\d+ \(strike\): ArithmeticError: ",
     "nan": r"error: step 3: the gradient is not finite on rank {rank} \([^)]*\): layers\.\d\.query\.weight\. ",
     "unmatched": r"error: the ranks waited for each other in vain: (.*; )?rank {rank} [^;]*in the world group",
-    "stall": r"error: the ranks waited for each other in vain: rank {rank} was at support/faulty.py:\d+ \(strike\)",
+    "stall": r"error: the ranks waited for each other in vain: (rank \d gave up after 15 s [^;]*; )+"
+    r"rank {rank} was at support/faulty.py:\d+ \(strike\)$",
 }
 
 

@@ -11,8 +11,10 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, Trajectory, differences, trajectory
@@ -31,6 +33,11 @@ BOUNDS = {
     "float32": {"first loss": 1e-6, "gradients": 1e-5, "losses": 1e-5, "first norm": 1e-6},
     "float64": {"first loss": 1e-13, "gradients": 1e-10, "losses": 1e-10, "first norm": 1e-12},
 }
+
+
+def rest(*cases: Any) -> list[Any]:
+    """Those of a test's cases that `make test-layouts` runs, and `make test` does not."""
+    return [pytest.param(case, marks=pytest.mark.layouts) for case in cases]
 
 
 @cache
