@@ -67,13 +67,13 @@ class WordTokenizer(Described):
             wrong = (p for p, word in enumerate(self.words) if word != line_end and not _are_words([word]))
             place = next(wrong)
             raise usage_error("word vocabulary", f"entry {place}", f"is {self.words[place]!r}", "each is a word")
-        ids = dict(zip(self.words, range(self.vocab_size), strict=True))
+        ids = _Ids(zip(self.words, range(self.vocab_size), strict=True))
         if len(ids) < self.vocab_size:
             twice = next(word for place, word in enumerate(self.words) if ids[word] != place)
             raise usage_error(
                 "word vocabulary", f"of {self.vocab_size}", f"{twice!r} stands in it twice", "name it once"
             )
-        self.unknown_id = ids.get(UNKNOWN)
+        self._ids, self.unknown_id = ids, ids.get(UNKNOWN)
         self.newline_id: int | None = None
         if line_end is not None:
             if line_end not in ids:
@@ -81,7 +81,6 @@ class WordTokenizer(Described):
                 raise usage_error("word vocabulary", f"of {self.vocab_size}", rule, "add it or use another rule")
             self.newline_id = ids.pop(line_end)  # written in a text, <eos> is a word like any other
             ids[_LINE_END] = self.newline_id
-        self._ids = _Ids(ids)
         self._dtype = dtype_for_vocabulary(self.vocab_size)
 
     def encode_counting(self, text: bytes, *, source: str = "text", offset: int = 0) -> tuple[Tokens, int]:
@@ -143,16 +142,20 @@ class WordLearner:
         if line_end is not None and line_end in counts:
             rule = f"would give line ends the same symbol as the word {line_end} of the training text"
             raise usage_error("--newline", self.newline, rule, "use --newline drop or symbol")
-        rare = [w for w, n in counts.items() if n < self.min_frequency and w not in (UNKNOWN, _LINE_END)]
+        rare: list[str] = []
+        if self.min_frequency > 1:
+            rare = [w for w, n in counts.items() if n < self.min_frequency and w not in (UNKNOWN, _LINE_END)]
         num_rare = sum(counts.pop(word) for word in rare)
-        if not counts.keys() - {_LINE_END}:
+        if counts.keys() <= {_LINE_END}:
             rule = f"no word occurs at least {self.min_frequency} times" if rare else "it has no words"
             raise usage_error("training split", "of --input", rule, "give more text, or lower --min-frequency")
         if num_rare or (UNKNOWN not in counts and self._has_others(held_out, counts.keys())):
             counts[UNKNOWN] += num_rare
         if line_end is not None:
             counts[_LINE_END] += 0  # also where no line ends
-        ordered = [line_end or "" if word == _LINE_END else word for word, _ in counts.most_common()]
+        ordered = sorted(counts, key=counts.__getitem__, reverse=True)
+        if line_end is not None:
+            ordered[ordered.index(_LINE_END)] = line_end
         return WordTokenizer(ordered, self.newline)
 
     def _has_others(self, text: Iterator[bytes], known: Any) -> bool:
