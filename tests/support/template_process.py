@@ -34,6 +34,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     import_deepspeed(verbose=False)
+    importlib.import_module("megatron_allattn.training.main")  # what pretrain.py loads
     gc.collect()
     gc.freeze()  # DeepSpeed collects garbage often, and what is here now is none
     codes: dict[int, int] = {}
