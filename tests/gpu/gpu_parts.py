@@ -129,7 +129,7 @@ QUICK = Sizes(
         replace(FULL.run.model, num_layers=2, hidden_size=64, persistent_memory_size=32, max_attention_span=64),
         block=32,
         batch=8,
-        steps=60,
+        steps=40,
         lr=5e-3,
     ),
     beside=3,
