@@ -147,7 +147,9 @@ class WordLearner:
             rare = [w for w, n in counts.items() if n < self.min_frequency and w not in (UNKNOWN, _LINE_END)]
         num_rare = sum(counts.pop(word) for word in rare)
         if counts.keys() <= {_LINE_END}:
-            rule = f"no word occurs at least {self.min_frequency} times" if rare else "it has no words"
+            if not rare:
+                raise usage_error("training split", "of --input", "it has no words", "give text that has")
+            rule = f"no word occurs at least {self.min_frequency} times"
             raise usage_error("training split", "of --input", rule, "give more text, or lower --min-frequency")
         if num_rare or (UNKNOWN not in counts and self._has_others(held_out, counts.keys())):
             counts[UNKNOWN] += num_rare

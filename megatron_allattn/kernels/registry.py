@@ -69,7 +69,8 @@ def choose_backend(
     if choice not in BACKENDS:
         raise ValueError(f"--attention-backend {choice}: known are auto, {', '.join(sorted(BACKENDS))}")
     if (obstacle := obstacles.get(choice)) is not None:
-        raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or eager")
+        others = ", ".join(name for name, other in obstacles.items() if other is None)
+        raise ValueError(f"--attention-backend {choice}: {obstacle}; choose auto or one of {others}")
     return _make(choice, "asked for", device, normalization)
 
 

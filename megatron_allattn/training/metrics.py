@@ -20,13 +20,13 @@ Mirror = Callable[[Record], None]
 
 
 def check_sinks(logging: LoggingConfig) -> None:
-    """Refuse a sink whose package is absent. Raises UsageError with the extra that brings it."""
+    """Refuse a sink whose package is absent. Raises UsageError with the package that brings it."""
     for flag, value, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--wandb-project", logging.wandb_project, "wandb"),
     ):
         if value is not None and importlib.util.find_spec(package) is None:
-            fix = f"pip install 'megatron_allattn[{package}]' or leave the flag out"
+            fix = f"pip install {package}, or leave the flag out"
             raise usage_error(flag, value, f"the package {package} is not installed", fix)
 
 

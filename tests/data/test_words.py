@@ -87,7 +87,7 @@ def test_rare_words_become_unknown() -> None:
     assert learn("<unk> a a b c\n", min_frequency=2).words == ("<unk>", "a", "<eos>")
     with pytest.raises(UsageError, match="no word occurs at least 5 times"):
         learn("a a b\n", min_frequency=5)
-    with pytest.raises(UsageError, match="it has no words"):
+    with pytest.raises(UsageError, match="it has no words; give text that has"):
         learn(" \n\n")
     with pytest.raises(UsageError, match="--min-frequency 0"):
         WordLearner(min_frequency=0)

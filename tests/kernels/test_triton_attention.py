@@ -90,7 +90,9 @@ def test_what_it_cannot_do_is_refused_and_auto_says_why(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that the device is no reason
     arguments = (torch.device("cpu"), dtype, head_size, normalization)
-    with pytest.raises(ValueError, match=f"^--attention-backend triton: {reason}; choose auto or eager$"):
+    with pytest.raises(
+        ValueError, match=f"^--attention-backend triton: {reason}; choose auto or one of blocked, eager$"
+    ):
         choose_backend("triton", *arguments)
     chosen = choose_backend("auto", *arguments)
     heads = f"; {load_library()[1]}" if normalization == "span" else ""  # others compute `window`
