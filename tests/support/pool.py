@@ -134,11 +134,23 @@ class WorkerPool:
 
     def _fail(self, rank: int, what: str, original: BaseException | None) -> NoReturn:
         """End the pool and raise one error for it: this rank's, then every worker's output."""
+        if isinstance(original, RuntimeError) and (dead := self._dead()) is not None:
+            rank, what, original = dead  # upon which this one has lost its connection, and was heard of first
         time.sleep(GRACE if what.startswith("died") else 0.0)  # let the others write why they fail too
         tails = [self._log(other).read_text(errors="replace")[-TAIL:].strip() for other in range(len(self._processes))]
         outputs = "".join(f"\n--- output of rank {other}\n{tail}" for other, tail in enumerate(tails) if tail)
         self.end()
         raise WorkerError(f"rank {rank} of {self.world_size}: {what}{outputs}", rank, original) from original
+
+    def _dead(self) -> tuple[int, str, None] | None:
+        """A worker that has ended, or does within a moment, and how."""
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if (code := process.poll()) is not None:
+                    return rank, f"died (exit code {code})", None
+            time.sleep(0.05)
+        return None
 
     def _dump_stacks(self) -> None:
         alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
