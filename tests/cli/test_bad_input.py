@@ -62,10 +62,6 @@ class Place:
         assert contents(self.folder) == before
         return one_line(first, 2)
 
-    def start(self, *arguments: str, port: int) -> list[Finished]:
-        """Two ranks that are to meet at this port."""
-        return run_ranks(2, *arguments, folder=self.folder, port=port, template=self._template)
-
 
 def one_line(done: Finished, exit_code: int) -> str:
     assert (done.returncode, done.stdout, done.left) == (exit_code, "", []), done.output
@@ -228,13 +224,13 @@ def test_deepspeed_json_that_contradicts_a_flag(place: Place, content: str, line
     assert place.refused(*flags, ranks=2).startswith(line)
 
 
-def test_port_in_use(place: Place) -> None:
+def test_port_in_use(place: Place, template: Template) -> None:
     """Not the user's doing: exit code 1. The rank that cannot know waits as long as it would for a late rank."""
     flags = [*TRAIN, *DATA, "--tensor-model-parallel-size", "2", "--distributed-timeout-minutes", "0.02"]
     before = contents(place.folder)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        first, second = place.start(*flags, "--save", "new", port=port)
+        first, second = run_ranks(2, *flags, "--save", "new", folder=place.folder, port=port, template=template)
     line = one_line(first, 1)
     assert line.startswith(
         f"address 127.0.0.1, port {port}: the port is in use on this host; choose another: MASTER_PO"

@@ -2,17 +2,19 @@
 
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_allattn.config import UsageError
-from tests.support.commands import ROOT, load_tool
+from tests.support.commands import ROOT
 
 TOOL = "tools/benchmark.py"
 TINY = ["--recipe", "demo", "--num-layers", "2", "--runs", "1", "--warmup", "0", "--threads", "1", "--device", "cpu"]
@@ -36,8 +38,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    """The tool as a module."""
-    return load_tool("benchmark")
+    """The tool's functions."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / TOOL)))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from megatron_allattn.inference import evaluation
 from megatron_allattn.inference.evaluation import EvaluationOptions
 from megatron_allattn.inference.evaluation import evaluate as score_split
 from megatron_allattn.parallel.groups import single_process_groups
-from tests.support.commands import ROOT, Finished, corpus, free_port, load_tool, run
+from tests.support.commands import ROOT, Finished, corpus, free_port, run
 from tests.support.dense import dense_network, reach_of
 from tests.support.runs import BLOCK, SMALL, untrained_run
 
@@ -68,7 +69,7 @@ def evaluate(folder: Path, *flags: str, launcher: tuple[str, ...] = (sys.executa
 
 def main(*argv: str) -> int:
     """The tool in this process."""
-    return load_tool("evaluate").main(list(argv))
+    return runpy.run_path(TOOL)["main"](list(argv))
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """tools/generate.py: one text under every launcher, from standard input too; mistakes in one line; no DeepSpeed."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, Finished, corpus, environment, free_port, load_tool, run
+from tests.support.commands import ROOT, Finished, corpus, environment, free_port, run
 from tests.support.runs import untrained_run
 
 TOOL = str(ROOT / "tools/generate.py")
@@ -48,7 +49,7 @@ def generate(folder: Path, *flags: str, launcher: tuple[str, ...] = (sys.executa
 
 def main(*argv: str) -> int:
     """The tool in this process, for what it refuses before torch is loaded."""
-    return load_tool("generate").main(list(argv))
+    return runpy.run_path(TOOL)["main"](list(argv))
 
 
 def test_two_processes(folder: Path, expected: str) -> None:

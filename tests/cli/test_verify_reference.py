@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.commands import ROOT, load_tool
+from tests.support.commands import ROOT
 
 TOOL = ROOT / "tools/verify_reference.py"
 CASES = ROOT / "tests/data/reference"
@@ -40,11 +41,11 @@ def run(*arguments: object, program: tuple[str, ...] = (str(TOOL),)) -> tuple[in
 @pytest.fixture
 def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`run` in this process, where no others take part: (exit code, output, errors)."""
-    tool = load_tool("verify_reference")
+    main = runpy.run_path(str(TOOL))["main"]
 
     def answer(*arguments: object) -> tuple[int, str, str]:
         try:
-            code = tool.main(list(map(str, arguments)))
+            code = main(list(map(str, arguments)))
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()

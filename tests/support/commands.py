@@ -5,7 +5,6 @@ inherit the mark, so that after the program's end those still alive can be found
 they are in.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, Literal
 
 from megatron_allattn.data.corpora import files_corpus
@@ -123,16 +121,6 @@ class Program:
         while (left := marked(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return Finished(code, self.stdout, self.stderr, left)
-
-
-def load_tool(name: str) -> ModuleType:
-    """A program of tools/ as a module, for what it answers in this process: a mistake, a single process's work."""
-    specification = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # where its dataclasses look for their module
-    specification.loader.exec_module(module)
-    return module
 
 
 def _path(file: IO[bytes]) -> str:
