@@ -24,6 +24,7 @@ from megatron_allattn.kernels.compiled_heads import CompiledHeads, can_compute
 from megatron_allattn.kernels.counts import ScoreCounts
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights, check_shapes
 from megatron_allattn.kernels.workspace import Workspace
+from megatron_allattn.parallel.products import widen
 from megatron_allattn.parallel.random import keep_scale
 
 
@@ -81,15 +82,15 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: Tensor, cache: Tensor, *rest: Any) -> Tensor:
         *tensors, (backend, settings, state) = rest
-        weights, whole = LayerWeights(*tensors), whole_tiles(block)
+        weights, whole = LayerWeights(*tensors).widened(), whole_tiles(widen(block))
         projected = project(whole, weights)
-        call = BlockedCall(whole, cache, weights, settings, state, backend.workspace, scored=backend.scored)
+        call = BlockedCall(whole, widen(cache), weights, settings, state, backend.workspace, scored=backend.scored)
         y = backend.heads(call).forward(projected)
         y *= _dropout_scale(settings, state)
         ctx.call = backend, settings, state
         kept = (projected.q, projected.k, projected.v) if settings.keep_projections else ()
         ctx.save_for_backward(block, cache, *tensors, *kept)
-        return y.unflatten(0, whole.shape[:2])[:, : block.shape[1]]
+        return y.unflatten(0, whole.shape[:2])[:, : block.shape[1]].to(block.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -97,16 +98,16 @@ class _Attend(torch.autograd.Function):
         block, cache, *saved = ctx.saved_tensors
         backend, settings, state = ctx.call
         weights, kept = LayerWeights.split(saved)
-        whole = whole_tiles(block)
+        weights, whole = weights.widened(), whole_tiles(widen(block))
         projected = Projected(*kept) if kept else project(whole, weights)
-        call = BlockedCall(whole, cache, weights, settings, state, backend.workspace, scored=backend.scored)
+        call = BlockedCall(whole, widen(cache), weights, settings, state, backend.workspace, scored=backend.scored)
         grads = call.zero_gradients()
-        dy = whole_tiles(dy).flatten(0, 1) * _dropout_scale(settings, state)
+        dy = whole_tiles(widen(dy)).flatten(0, 1) * _dropout_scale(settings, state)
         of = backend.heads(call).backward(projected, dy, grads)
         of.q.mul_(1.0 / math.sqrt(call.size))
         rows = whole.flatten(0, 1)
         dblock = torch.mm(of.q, weights.query).addmm_(of.k, weights.key).addmm_(of.v, weights.value)
-        return (
+        results = (
             dblock.unflatten(0, whole.shape[:2])[:, : block.shape[1]],
             None,
             of.q.t() @ rows,
@@ -115,9 +116,9 @@ class _Attend(torch.autograd.Function):
             grads.persistent_key,
             grads.persistent_value,
             call.columns.span_gradient(grads.columns, grads.edges),
-            grads.position_key.to(block.dtype),
-            None,
+            grads.position_key,
         )
+        return *(None if gradient is None else gradient.to(block.dtype) for gradient in results), None
 
 
 def _dropout_scale(settings: AttentionSettings, state: BlockState) -> float:

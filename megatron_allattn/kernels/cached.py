@@ -27,6 +27,7 @@ from megatron_allattn.kernels.interface import (
     span_mask,
     wide_type,
 )
+from megatron_allattn.parallel.products import widen
 
 SLACK = 64  # tokens that are written behind a head's rows before they move back to the front
 
@@ -54,11 +55,12 @@ class CachedAttention:
     ) -> Tensor:
         check_shapes(block_BMD, cache_BCD, weights, state)
         assert state.dropout_keys is None, "keys and values are kept for evaluation, which has no dropout"
+        weights = weights.widened()
         if state.layer not in self._layers:
-            self._layers[state.layer] = _Layer(block_BMD, weights, settings, state)
+            self._layers[state.layer] = _Layer(widen(block_BMD), weights, settings, state)
         layer = self._layers[state.layer]
         assert layer.length == state.cached, f"{state.cached} tokens have passed, {layer.length} of them through here"
-        length, whole = block_BMD.shape[1], whole_tiles(block_BMD)
+        own, length, whole = block_BMD.dtype, block_BMD.shape[1], whole_tiles(widen(block_BMD))
         projected = project(whole, weights)
         if length == 1:
             y = layer.attend_to_one(projected.q, weights)
@@ -68,7 +70,7 @@ class CachedAttention:
             call = BlockedCall(whole, nothing, weights, settings, state, *shared)
             y = blocked.heads(call).forward(projected)
         layer.append(*(rows.unflatten(0, whole.shape[:2])[:, :length] for rows in (projected.k, projected.v)))
-        return y.unflatten(0, whole.shape[:2])[:, :length]
+        return y.unflatten(0, whole.shape[:2])[:, :length].to(own)
 
     def repeat(self, count: int) -> None:
         """Go on with `count` copies of every stream, side by side: several continuations of one beginning."""

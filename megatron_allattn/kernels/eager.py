@@ -19,6 +19,7 @@ from megatron_allattn.kernels.interface import (
     span_mask,
     wide_type,
 )
+from megatron_allattn.parallel.products import widen
 
 
 def attend(
@@ -30,6 +31,8 @@ def attend(
 ) -> Tensor:
     """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it."""
     check_shapes(block_BMD, cache_BCD, weights, state)
+    own, weights = block_BMD.dtype, weights.widened()
+    block_BMD, cache_BCD = widen(block_BMD), widen(cache_BCD)
     window, num_heads = state.window, len(state.heads)
     memory_BSD = torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
 
@@ -59,7 +62,7 @@ def attend(
         y_BHMK = y_BHMK + a_context @ position_KW.transpose(0, 1)
     if weights.persistent_value is not None:
         y_BHMK = y_BHMK + a[..., window:] @ weights.persistent_value
-    return y_BHMK.transpose(1, 2).flatten(2)
+    return y_BHMK.transpose(1, 2).flatten(2).to(own)
 
 
 def fit_cache(cache_BCD: Tensor, window: int) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_allattn.parallel.products import widen
 from megatron_allattn.parallel.random import DropoutKeys
 
 
@@ -53,6 +54,10 @@ class LayerWeights:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of the fields, as an autograd function takes and returns them."""
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    def widened(self) -> "LayerWeights":
+        """In the type in which they are multiplied."""
+        return self.split([None if tensor is None else widen(tensor) for tensor in self.tensors()])[0]
 
     @classmethod
     def split(cls, tensors: Sequence[Any]) -> "tuple[LayerWeights, Sequence[Any]]":

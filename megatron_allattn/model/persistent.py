@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_allattn.parallel.collectives import softmax_over_shards
 from megatron_allattn.parallel.groups import ALONE, Group
 from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.products import product_type, widen
 
 
 class PersistentMemory(nn.Module):
@@ -70,6 +71,6 @@ def attend_to_memory(memory: PersistentMemory, query: Tensor, dropout: Callable[
     """
     key_HKN, value_HNK = memory()
     q_BHMK = query.unflatten(-1, (key_HKN.shape[0], -1)).transpose(1, 2)
-    scores = q_BHMK @ key_HKN / math.sqrt(key_HKN.shape[1])
-    a = dropout(softmax_over_shards(scores, memory.sharers)).to(query.dtype)
-    return (a @ value_HNK).transpose(1, 2).flatten(2)
+    scores = widen(q_BHMK) @ widen(key_HKN) / math.sqrt(key_HKN.shape[1])
+    a = dropout(softmax_over_shards(scores, memory.sharers)).to(product_type(query))
+    return (a @ widen(value_HNK)).transpose(1, 2).flatten(2).to(query.dtype)

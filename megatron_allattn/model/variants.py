@@ -16,7 +16,6 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_allattn.config import ModelConfig, Recompute
@@ -29,6 +28,7 @@ from megatron_allattn.model.persistent import PersistentMemory, attend_to_memory
 from megatron_allattn.parallel.collectives import gather_shards, sum_to_shards
 from megatron_allattn.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_allattn.parallel.logical import Init
+from megatron_allattn.parallel.products import linear
 from megatron_allattn.parallel.random import DropoutKeys, Site
 from megatron_allattn.parallel.residual import Residual
 
@@ -44,7 +44,7 @@ class AttnSplit(SelfAttention):
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
     ) -> Tensor:
         # The backend projects the queries once more: d² of more than 4d² + 2Nd products, and no backend need know.
-        query = F.linear(hidden, weights.query)
+        query = linear(hidden, weights.query)
         persistent = _read(self.persistent, query, state.heads, self.settings, state)
         return over_context(hidden, weights, state) + persistent
 
@@ -67,7 +67,7 @@ class HeadSplit(SelfAttention):
     ) -> Tensor:
         even, odd = weights.query.unflatten(0, (-1, 2, self.head_size)).unbind(1)
         context = over_context(hidden, replace(weights, query=even.flatten(0, 1)), state)
-        query = F.linear(hidden, odd.flatten(0, 1))
+        query = linear(hidden, odd.flatten(0, 1))
         persistent = _read(self.persistent, query, state.heads + 1, self.settings, state)
         pairs = [y.unflatten(-1, (-1, self.head_size)) for y in (context, persistent)]
         return torch.stack(pairs, dim=3).flatten(2)
@@ -90,7 +90,7 @@ class SingleHead(SelfAttention):
     def local_heads(
         self, hidden: Tensor, over_context: OverContext, weights: LayerWeights, state: BlockState
     ) -> Tensor:
-        query = gather_shards(F.linear(hidden, weights.query), self.group, dim=-1)  # projected twice, as in AttnSplit
+        query = gather_shards(linear(hidden, weights.query), self.group, dim=-1)  # projected twice, as in AttnSplit
         head = torch.zeros_like(state.heads[:1])
         persistent = _read(self.persistent, query, head, self.settings, state)
         return over_context(hidden, weights, state) + sum_to_shards(persistent, self.group, dim=-1)
@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
         self.first = group.rank * (size // group.size)
 
     def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        units = F.relu(self.inner(x))
+        units = self.inner(x).relu()
         if keys is not None:
             units = keys.dropout(units, Site.FEED_FORWARD, self.dropout, layer=self.layer, first_channel=self.first)
         return self.outer(units)

@@ -40,6 +40,7 @@ from megatron_allattn.parallel.cross_entropy import (
 )
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.logical import Init, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.products import linear
 from megatron_allattn.parallel.vocabulary import locate
 
 
@@ -135,7 +136,7 @@ class AdaptiveEmbedding(_ClusterTables):
         places = _sort(cluster.masked_fill(~own, count), count + 1)[:count]  # other ranks' tokens come last
         rows = ids - start
         vectors = [
-            F.linear(F.embedding(rows[place], self.weight(k)), projection)
+            linear(F.embedding(rows[place], self.weight(k)), projection)
             for k, (place, projection) in enumerate(zip(places, self.projections(), strict=True))
         ]
         found = torch.cat(vectors)
@@ -167,12 +168,12 @@ class AdaptiveOutput(_ClusterTables):
         clusters, ids = self.clusters, targets.flatten()
         flat = hidden.flatten(0, 1)
         cluster, projections = self.cluster_of(ids), self.projections()
-        head = flat @ projections[0]
+        head = linear(flat, projections[0].t())
         # Ids and clusters that a block does not hold are nowhere in it, so exactly one of the two has the target.
         softmaxes = [[self._words(0, head, ids), self._tails(head, cluster)]]
         places = _sort(cluster, len(clusters))[1:]
         for k, place in enumerate(places, start=1):
-            softmaxes.append([self._words(k, flat[place] @ projections[k], ids[place])])
+            softmaxes.append([self._words(k, linear(flat[place], projections[k].t()), ids[place])])
         nats, *inside = vocabulary_parallel_cross_entropy(softmaxes, self.group)
         return nats.index_add(0, torch.cat(places), torch.cat(inside)).view_as(targets)
 
@@ -195,9 +196,11 @@ class AdaptiveOutput(_ClusterTables):
             return gather_logits(sharded_logits(projected, weight, bias, size, self.group), size, self.group)
 
         def words(k: int) -> Tensor:
-            return full(hidden @ projections[k], self.weight(k), self.get_parameter(f"bias{k}"), clusters.sizes[k])
+            return full(
+                linear(hidden, projections[k].t()), self.weight(k), self.get_parameter(f"bias{k}"), clusters.sizes[k]
+            )
 
-        of_tails = full(hidden @ projections[0], self.cluster_weight, self.cluster_bias, tails)
+        of_tails = full(linear(hidden, projections[0].t()), self.cluster_weight, self.cluster_bias, tails)
         head = torch.cat([words(0), of_tails], dim=-1).log_softmax(dim=-1)
         parts = [head[..., : clusters.sizes[0]]]
         for k in range(1, len(clusters)):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_allattn.parallel.collectives import all_gather, all_reduce, all_reduce_max
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.layout import padded_share
+from megatron_allattn.parallel.products import linear, product_type, widen
 
 PIECE = 1 << 18  # logits that stay in a core's cache
 
@@ -34,7 +34,7 @@ def sharded_logits(hidden: Tensor, weight: Tensor, bias: Tensor, size: int, grou
 
     Padding has the lowest finite number, so that a shard of nothing else has a softmax too.
     """
-    logits = F.linear(hidden.detach(), weight.detach(), bias.detach())
+    logits = linear(hidden.detach(), weight.detach(), bias.detach())
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     start, stop = vocabulary_range(size, group)
@@ -121,8 +121,9 @@ class _CrossEntropy(torch.autograd.Function):
         for (hidden, weight, bias, block, *rest), rows in zip(saved, ctx.softmaxes.spread(grads[0]), strict=True):
             shift, index, own = rest
             _to_gradients_(block, shift, index, own, rows)
-            factor = block.to(weight.dtype)
-            results += (factor @ weight, factor.t() @ hidden, block.sum(dim=0).to(bias.dtype))
+            factor = block.to(product_type(weight))
+            products = factor @ widen(weight), factor.t() @ widen(hidden), block.sum(dim=0)
+            results += (product.to(bias.dtype) for product in products)
         return None, None, None, *results
 
 

@@ -6,11 +6,11 @@ row      y = x Wᵀ + b   columns of W (input channels) are cut: x is sharded, t
                         leave for the residual stream, b is replicated and added once after that
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.logical import Init, LayerHeads, LogicalTensor, logical_parameter
+from megatron_allattn.parallel.products import linear
 from megatron_allattn.parallel.residual import Residual
 
 
@@ -23,7 +23,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = logical_parameter(LogicalTensor(f"{name}.bias", (out_size,), 0, init), group) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -46,5 +46,5 @@ class RowParallelLinear(nn.Module):
         self.bias = logical_parameter(LogicalTensor(f"{name}.bias", (out_size,), None, init), group) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.residual.leave(F.linear(x, self.weight))
+        y = self.residual.leave(linear(x, self.weight))
         return y if self.bias is None else y + self.residual.replicated(self.bias)[0]

@@ -36,6 +36,7 @@ from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
@@ -248,10 +249,11 @@ def _pipeline_notes(stages: int, micro_batches: int, micro_batch_size: int) -> l
 
 
 def _precision_notes(run: RunConfig, device: torch.device) -> list[str]:
-    if not run.training.bf16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not run.training.bf16 or device.type != "cpu" or multiplies_bfloat16():
         return []
     return [
-        "--bf16: this processor has no instructions for bfloat16, whose products are far slower than float32's here"
+        "--bf16: this processor has no instructions for bfloat16: products are computed in float32 and rounded, which "
+        "saves memory, not time"
     ]
 
 
