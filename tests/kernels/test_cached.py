@@ -15,6 +15,7 @@ from megatron_allattn.kernels import eager
 from megatron_allattn.kernels.cached import SLACK, CachedAttention
 from megatron_allattn.kernels.registry import Attend, make_blocked
 from megatron_allattn.model.span import look_back
+from megatron_allattn.parallel import products
 from tests.support.attention_problems import answer, make
 from tests.support.slow_attention import Problem, slow_attend
 
@@ -98,7 +99,8 @@ def test_vectors_that_are_none_are_as_no_tensor_of_them() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.03)])
-def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
+def test_other_precisions(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float) -> None:
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)  # test_widened.py is about the other case
     expected = by_loops("plain")
     for blocks in ((16,), (1,) * 16):
         found = in_blocks(cached_attention(), text(blocks, dtype=dtype), blocks)

@@ -16,11 +16,18 @@ from megatron_allattn.kernels.compiled import load_library
 from megatron_allattn.kernels.compiled_heads import CompiledHeads
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.kernels.workspace import Workspace
+from megatron_allattn.parallel import products
 from tests.support.attention_problems import answer, assert_same, converted, gradients, make
 from tests.support.slow_attention import Problem
 
 DROPOUT = (0.3, 2**35 + 3, 17, [4, 0, 2, 9])
 TYPES = list(compiled_heads.ROWS)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every machine."""
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.fixture
