@@ -12,6 +12,7 @@ byte-order mark at the start of a file is dropped. Only \\n ends a line. Train w
 
 import argparse
 import difflib
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -301,7 +302,7 @@ def report(prefix: Path, made: Manifest) -> None:
     for note in made.notes:
         print(f"  note: {note}")
     if made.splits["train"].tokens:
-        print(f"train on it: python pretrain.py --data-path {prefix}")
+        print(f"train on it: python pretrain.py --data-path {shlex.quote(str(prefix))}")
 
 
 def main(argv: list[str]) -> int:

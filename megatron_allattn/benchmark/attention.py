@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.benchmark.machine import rates
+from megatron_allattn.benchmark.machine import rate_name, rates
 from megatron_allattn.benchmark.networks import SEED, Z
 from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summarize
 from megatron_allattn.config import ModelConfig
@@ -142,7 +142,7 @@ def measure_attention(
             "tokens_per_second": case.batch * case.block / summarize(times).median,
             "gflop": work,
             "gflops": summarize(gflops).median,
-            "share": ratios(gflops, by_rate[case.dtype]).median,
+            "share": ratios(gflops, by_rate[rate_name(case.dtype, case.device)]).median,
             "dtype": case.dtype,
             "attention_backend": attention.backend.name,
             "span_mean": spans.mean().item(),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_allattn.benchmark.timing import seconds
+from megatron_allattn.parallel.products import product_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"cpu": 2048, "cuda": 8192}  # n of the products
@@ -33,6 +34,12 @@ def use_threads(threads: int) -> None:
     """Set this process up for measuring: its threads, and float32 products in float32 (some images allow TF32)."""
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
+
+
+def rate_name(dtype: str, device_name: str) -> str:
+    """Whose GEMM rate bounds work in a type: float32's where products are widened (parallel/products.py)."""
+    wide = product_type(torch.empty(0, dtype=DTYPES[dtype], device=device_name))
+    return next(name for name, found in DTYPES.items() if found == wide)
 
 
 def rates(device_name: str, size: int | None = None, copy_bytes: int | None = None) -> Callable[[], dict[str, float]]:

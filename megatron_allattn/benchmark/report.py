@@ -47,7 +47,10 @@ def machine_lines(machine: Mapping[str, Any], rates: Mapping[str, Any] | None) -
             f"GEMM of at most {shape}, GFLOP/s: {gemm}; copy {rates['copy']['median']:.1f} GB/s read and written"
         )
         if medians["bfloat16"] < medians["float32"] / 4:
-            lines.append("note: this machine has no instructions for bfloat16: shares of that GEMM rate say nothing")
+            lines.append(
+                "note: this machine has no instructions for bfloat16: products are computed in float32, and shares are "
+                "of its GEMM rate"
+            )
     return lines
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_allattn.benchmark.machine import DTYPES, rates
+from megatron_allattn.benchmark.machine import DTYPES, rate_name, rates
 from megatron_allattn.benchmark.networks import SEED, Z, full_cache, random_network, zipf_tokens
 from megatron_allattn.benchmark.timing import alternate, ratios, seconds, summarize
 from megatron_allattn.benchmark.workers import Worker
@@ -122,6 +122,7 @@ def step_result(
 ) -> dict[str, Any]:
     """The numbers of one case for the JSON file; what they mean is in docs/performance.md."""
     times, last = [one["seconds"] for one in found], found[-1]
+    bound = rates[rate_name(case.dtype, case.device)]
     speed = [case.batch * case.block / took for took in times]
     gflops = {kind: [one[f"flops_{kind}"] / 1e9 / one["seconds"] for one in found] for kind in ("model", "executed")}
     tokens_per_second = summarize(speed)
@@ -134,8 +135,8 @@ def step_result(
         "gemm_gflops_bfloat16": summarize(rates["bfloat16"]).median,
         "tokens_per_second_per_gemm_gflops": ratios(speed, rates["float32"]).median,
         "gflops": summarize(gflops["model"]).median,
-        "share": ratios(gflops["model"], rates[case.dtype]).median,
-        "share_executed": ratios(gflops["executed"], rates[case.dtype]).median,
+        "share": ratios(gflops["model"], bound).median,
+        "share_executed": ratios(gflops["executed"], bound).median,
         "gflop_per_step": {kind: last[f"flops_{kind}"] / 1e9 for kind in ("model", "executed")},
         "dtype": case.dtype,
         "attention_backend": last["backend"],

@@ -252,8 +252,8 @@ def _precision_notes(run: RunConfig, device: torch.device) -> list[str]:
     if not run.training.bf16 or device.type != "cpu" or multiplies_bfloat16():
         return []
     return [
-        "--bf16: this processor has no instructions for bfloat16: products are computed in float32 and rounded, which "
-        "saves memory, not time"
+        "--bf16: this processor has no instructions for bfloat16: products are computed in float32 and rounded, none "
+        "faster"
     ]
 
 

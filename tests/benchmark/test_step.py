@@ -14,6 +14,7 @@ from megatron_allattn.config import ModelConfig, UsageError
 from megatron_allattn.engine.interface import find_spans, local_spans
 from megatron_allattn.kernels import eager
 from megatron_allattn.model.work import step_flops
+from megatron_allattn.parallel import products
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
@@ -86,7 +87,7 @@ def test_targets_by_cluster_of_an_adaptive_vocabulary() -> None:
     assert step()["flops_model"] == work.model
 
 
-def test_numbers_of_a_step_by_hand() -> None:
+def test_numbers_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams of 12 tokens in 2, 1 and 4 seconds; 10 GFLOP needed, 16 done."""
     run = {"backend": "blocked", "span_mean": 5.0, "span_max": 9.0, "flops_model": 10**10, "flops_executed": 16 * 10**9}
     found = [{**run, "seconds": seconds} for seconds in (2.0, 1.0, 4.0)]
@@ -111,8 +112,10 @@ def test_numbers_of_a_step_by_hand() -> None:
         "span_mean": 5.0,
         "span_max": 9.0,
     }
-    half = step_result(replace(CASE, dtype="bfloat16"), found, by_rate, memory=1)
-    assert (half["share"], half["tokens_per_second_per_gemm_gflops"]) == (0.05, 0.6)
+    for there, share in ((True, 0.05), (False, 0.25)):  # without instructions the products are float32's
+        monkeypatch.setattr(products, "multiplies_bfloat16", lambda there=there: there)
+        half = step_result(replace(CASE, dtype="bfloat16"), found, by_rate, memory=1)
+        assert (half["share"], half["tokens_per_second_per_gemm_gflops"]) == (share, 0.6)
 
 
 def test_rates_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ def test_bytes(tmp_path: Path) -> None:
         tool(tmp_path, "byte", "--input", "b.txt", "--output-prefix=P", "--split=2,1,1", "--overwrite").returncode == 0
     )
     assert (tmp_path / "P_train.bin").read_bytes() == b"cd" * 4
+    spaced = tool(tmp_path, "byte", "--input", "b.txt", "--output-prefix", "a P", "--split=2,1,1")
+    assert spaced.stdout.splitlines()[-1] == "train on it: python pretrain.py --data-path 'a P'"  # to be pasted
 
 
 def test_characters_with_the_vocabulary_of_other_data(tmp_path: Path) -> None:
