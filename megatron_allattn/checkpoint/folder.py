@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,10 @@ def abort(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def commit(temporary: Path, step: int, *, replace: bool = False) -> Path:
+def commit(temporary: Path, step: int, *, replace: bool = False, hashes: Mapping[str, str] | None = None) -> Path:
     """Make the temporary folder the complete folder of `step` and return that folder.
 
+    hashes: SHA-256 of files, by name, that their writers have flushed to the disk; the others are flushed and read.
     A complete folder of the same step is replaced only if `replace` is true (FileExistsError otherwise), and is usable
     until the new one is complete. Raises StorageError when a write fails; the temporary folder is then removed.
     """
@@ -90,7 +92,7 @@ def commit(temporary: Path, step: int, *, replace: bool = False) -> Path:
         if not replace and is_complete(final):
             raise FileExistsError(f"{final} is complete already")
         with storage_errors(final, 0):
-            digest = _write_manifest(temporary, step)
+            digest = _write_manifest(temporary, step, hashes or {})
             if os.path.lexists(final):
                 # What is not ours (a user's file, link or folder) is kept under a name that is never deleted.
                 os.rename(final, aside if _is_ours(final) else f"{final}.set-aside-{os.getpid()}")
@@ -176,12 +178,14 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write_manifest(temporary: Path, step: int) -> str:
-    """Flush and hash every file of the folder, write the manifest, flush it all; returns the manifest's SHA-256."""
+def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> str:
+    """Write the manifest of a folder whose files are on the disk from then on; returns the manifest's SHA-256."""
     files = {}
     for path in sorted(temporary.iterdir()):
-        sync_file(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        if path.name not in hashes:
+            sync_file(path)
+        digest = hashes.get(path.name) or _sha256(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
     write_json_atomic(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, "files": files})
     return _sha256(temporary / MANIFEST)
 

@@ -5,8 +5,8 @@
     caches-*.safetensors       every layer's hidden-state cache of all global streams, in stream order
     state.json                 step, configuration, data position, … (whatever the caller passes)
 
-All of it is independent of the layout. The world's first rank writes; tensors reach it one at a time. Every rank reads
-what it needs.
+All of it is independent of the layout. All ranks write (assembly.py), the world's first begins and commits. Every rank
+reads what it needs.
 """
 
 import json
@@ -15,45 +15,41 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.assembly import plan, write
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
+from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import Network, logical_tensors
-from megatron_allattn.parallel.collectives import agree
+from megatron_allattn.parallel.collectives import agree, broadcast_object, gather_objects
 
 
 def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> None:
     """Write the complete step folder of `step`. Collective. A step that exists already is replaced.
 
-    Raises StorageError on the first rank when it cannot be written; nothing half-written is left. The others raise
-    PeerFailed where that is before or after the tensors; in between they hear of it as of any failure (failures.py).
+    Raises StorageError on a rank whose files cannot be written and PeerFailed on the others; nothing half-written is
+    left.
     """
-    writer = engine.groups.rank == 0
-    temporary = agree(lambda: folder.begin(run_folder, step) if writer else None, engine.groups.world, lambda _: 1)
+    fragments, join, world = list(engine.fragments()), engine.network.join, engine.groups.world
+    first = world.rank == 0
+    temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, world, _code), world)
     try:
-        for prefix, tensors in (
-            ("weights", ((logical.name, tensor) for logical, tensor in engine.weights())),
-            ("optimizer", engine.optimizer_state()),
-            ("caches", engine.caches()),
-        ):
-            files = TensorFiles(temporary, prefix) if temporary is not None else None
-            for name, tensor in tensors:
-                if files is not None and tensor is not None:
-                    files.add(name, tensor)
-            if files is not None:
-                files.close()
-        agree(lambda: _commit(temporary, step, state), engine.groups.world, lambda _: 1)
+        written = write(temporary, plan(fragments, world), fragments, join, world)
+        hashes = {name: digest for part in gather_objects(written, world) for name, digest in part.items()}
+        agree(lambda: _commit(temporary, step, state, hashes) if first else None, world, _code)
     except BaseException:
-        if temporary is not None:
+        if first:
             folder.abort(temporary)
         raise
 
 
-def _commit(temporary: Path | None, step: int, state: dict[str, Any]) -> None:
-    if temporary is not None:
-        write_json_atomic(temporary / "state.json", {"step": step, **state})
-        folder.commit(temporary, step, replace=True)
+def _code(_: BaseException) -> int:
+    return 1
+
+
+def _commit(temporary: Path, step: int, state: dict[str, Any], hashes: dict[str, str]) -> None:
+    write_json_atomic(temporary / "state.json", {"step": step, **state})
+    folder.commit(temporary, step, replace=True, hashes=hashes)
 
 
 def read_state(step_folder: Path) -> dict[str, Any]:

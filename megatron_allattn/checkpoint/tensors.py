@@ -5,8 +5,10 @@ is written as soon as the next tensor would take it over the bound, tensor by te
 bound's worth is held in memory (a tensor above the bound gets a file alone). Values come back bit for bit.
 """
 
+import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -66,22 +68,44 @@ class TensorFiles:
     def _write_pending(self) -> None:
         # Wide types first, as the safetensors library does, so that every tensor starts at a multiple of its item size.
         names = sorted(self._pending, key=lambda name: (-self._pending[name].element_size(), name))
-        tensors = [self._pending[name] for name in names]
-        infos = [
-            TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
-        header = pack_header(infos)
         self._num_files += 1
-        path = self._folder / f"{self._prefix}-{self._num_files:05d}.safetensors"
-        with storage_errors(path, len(header) + self._pending_bytes), open(path, "xb") as handle:
-            handle.write(header)
-            for tensor in tensors:
-                handle.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            handle.flush()
-            os.fsync(handle.fileno())
+        path = self._folder / file_name(self._prefix, self._num_files)
+        write_tensors(path, [info_of(name, self._pending[name]) for name in names], map(self._pending.pop, names))
         self._file_of.update(dict.fromkeys(names, path.name))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending_bytes = 0
+
+
+def file_name(prefix: str, number: int) -> str:
+    """PREFIX-00001.safetensors for 1."""
+    return f"{prefix}-{number:05d}.safetensors"
+
+
+def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
+    """What a header says of a tensor."""
+    return TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
+
+
+def write_tensors(path: Path, infos: list[TensorInfo], tensors: Iterable[torch.Tensor]) -> str:
+    """Write a new safetensors file and flush it to the disk; its SHA-256.
+
+    tensors: on the CPU, contiguous, as `infos` describe them, in this order; each is asked for when the one before it
+    is written. Raises StorageError; a partial file is then left.
+    """
+    header, digest = pack_header(infos), hashlib.sha256()
+    needed = len(header) + sum(info.num_bytes for info in infos)
+    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle:
+
+        def write(content: memoryview) -> None:
+            digest.update(content)
+            while content:
+                content = content[handle.write(content) :]
+
+        write(memoryview(header))
+        for info, tensor in zip(infos, tensors, strict=True):
+            assert info_of(info.name, tensor) == info, f"tensor {info.name}: {tensor.dtype} {tuple(tensor.shape)}"
+            write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        os.fsync(handle.fileno())
+    return digest.hexdigest()
 
 
 class TensorReader:
@@ -95,8 +119,8 @@ class TensorReader:
         self._path_of: dict[str, Path] = {}
         self.infos: dict[str, TensorInfo] = {}
         for number, path in enumerate(_numbered_files(folder, prefix), start=1):
-            if path.name != f"{prefix}-{number:05d}.safetensors":
-                raise UsageError(f"{folder}: {prefix}-{number:05d}.safetensors is missing, found {path.name}")
+            if path.name != file_name(prefix, number):
+                raise UsageError(f"{folder}: {file_name(prefix, number)} is missing, found {path.name}")
             for info in read_header(path):
                 if info.name in self.infos:
                     raise UsageError(f"{path}: tensor {info.name} is also in {self._path_of[info.name].name}")

@@ -41,6 +41,10 @@ class CacheSlot:
         part = self._current[self.layers.index(layer)]
         return torch.cat(all_gather(part, self._sharers), dim=2) if self._sharers.size > 1 else part
 
+    def part(self, layer: int) -> Tensor:
+        """What this rank keeps of it, [B, C, D] or a part of the channels."""
+        return self._current[self.layers.index(layer)]
+
     def written(self, layer: int) -> bool:
         """Whether this block has written the layer's cache."""
         return self._next[self.layers.index(layer)] is not None

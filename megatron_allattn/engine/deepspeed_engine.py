@@ -335,6 +335,23 @@ class DeepSpeedEngine(Engine):
         else:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, local, name)
 
+    def _own_range(self, parameter: nn.Parameter, state: str | None, order: int) -> tuple[int, Tensor]:
+        if self.zero_stage == 0:
+            return super()._own_range(parameter, state, order)
+        if self.zero_stage == 3:
+            utils, size = self._deepspeed.utils, padded_share(parameter.ds_numel, self.groups.data.size)  # type: ignore[attr-defined]
+            start = min(self.groups.data.rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
+            part = (
+                utils.safe_get_local_fp32_param(parameter)
+                if state is None
+                else utils.safe_get_local_optimizer_state(parameter, state)
+            )
+            return start, part.flatten()[: parameter.ds_numel - start]  # type: ignore[attr-defined]
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return 0, torch.empty(0)
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(state).flatten()
+
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         if self.zero_stage == 0:
             assert parameter.grad is not None

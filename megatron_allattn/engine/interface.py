@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_allattn.config import RunConfig
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.engine.fragments import Fragment, Stored
 from megatron_allattn.engine.loss_scale import LossScale
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.accounting import count_parameters
@@ -32,7 +33,7 @@ from megatron_allattn.parallel.collectives import (
 )
 from megatron_allattn.parallel.groups import ALONE, Groups
 from megatron_allattn.parallel.layout import streams_of
-from megatron_allattn.parallel.logical import LogicalTensor, Placement
+from megatron_allattn.parallel.logical import Init, LogicalTensor, Placement
 from megatron_allattn.parallel.random import DropoutKeys
 
 
@@ -246,6 +247,36 @@ class Engine(ABC):
         for index, slot in enumerate(self.slots):
             slot.restore([layer[index] for layer in layers], length)
 
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank gives of a checkpoint. Values are views where they can be: they change with the next step.
+
+        Collective the first time it is called.
+        """
+        stage, tensor = self.groups.pipeline.rank, self.groups.tensor
+        for order, (logical, first_stage) in enumerate(self._logical.items()):
+            if first_stage != stage or (logical.shard_dim is None and order % tensor.size != tensor.rank):
+                continue
+            parameter, shard = self._own[logical], 0 if logical.shard_dim is None else tensor.rank
+            start, values = self._own_range(parameter, None, order)
+            yield Fragment(Stored("weights", order, logical.name, logical, values.dtype), shard, start, values)
+            for place, state in enumerate(self.state_names):
+                start, values = self._own_range(parameter, state, order)
+                where = order * len(self.state_names) + place
+                stored = Stored("optimizer", where, f"{logical.name}/{state}", logical, values.dtype)
+                yield Fragment(stored, shard, start, values)
+        yield from self._cache_fragments()
+
+    def _cache_fragments(self) -> Iterator[Fragment]:
+        tensor, cut = self.groups.tensor, self.run.parallel.shard_caches
+        for layer in self.network.part.layers:
+            if not cut and layer % tensor.size != tensor.rank:
+                continue
+            own = torch.cat([slot.part(layer) for slot in self.slots])
+            shape = (len(own) * self.groups.data.size, own.shape[1], self.network.config.hidden_size)
+            logical = LogicalTensor(f"layers.{layer}.cache", shape, 2 if cut else None, Init("constant", 0.0))
+            stored = Stored("caches", layer, logical.name, logical, own.dtype)
+            yield Fragment(stored, tensor.rank if cut else 0, self.groups.data.rank * own.numel(), own.flatten())
+
     def gradients(self) -> Iterator[tuple[LogicalTensor, Tensor]]:
         """Every gradient as a full logical tensor; only between `forward_backward` and `update`."""
         for logical in self._logical:
@@ -356,6 +387,14 @@ class Engine(ABC):
     @abstractmethod
     def _set_state(self, parameter: nn.Parameter, name: str, local: Tensor) -> None:
         """Set the shard's optimizer state."""
+
+    def _own_range(self, parameter: nn.Parameter, state: str | None, order: int) -> tuple[int, Tensor]:
+        """What this replica gives of a shard of the master (None) or of a state: where it starts, flat elements.
+
+        order: by which replicas take turns where each of them has all of it.
+        """
+        whole = self._master(parameter) if state is None else self._state(parameter, state)
+        return 0, whole.flatten() if order % self.groups.data.size == self.groups.data.rank else whole.new_empty(0)
 
     @abstractmethod
     def _gradient(self, parameter: nn.Parameter) -> Tensor:

@@ -1,0 +1,169 @@
+"""Tensor files of a checkpoint from what all ranks hold, written by many ranks at a time, every byte once.
+
+Which tensors go into which file follows from the tensors alone: in their order, up to `max_bytes` a file. So the files
+of a state are the same, to the byte, whatever layout it is saved from. Who writes a file does depend on it: files are
+dealt to the ranks in order, and as ranks are numbered along the pipeline, a file's writer is often among the ranks that
+hold its tensors. A writer takes its tensors one at a time: it receives the ranges that others hold, joins the shards,
+writes, and goes on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_allattn.checkpoint.header import TensorInfo
+from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, file_name, write_tensors
+from megatron_allattn.engine.fragments import KINDS, Fragment, Join, Stored
+from megatron_allattn.parallel.collectives import agree, gather_objects
+from megatron_allattn.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, start + count) of a shard, which `rank`, a position in the group, holds."""
+
+    rank: int
+    shard: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file's tensors in their order, each with where its elements are. writer: a position in the group."""
+
+    name: str
+    tensors: list[tuple[Stored, list[Range]]]
+    writer: int
+
+
+def plan(fragments: Sequence[Fragment], group: Group, max_bytes: int = DEFAULT_MAX_BYTES) -> list[list[PlannedFile]]:
+    """All files, in turns in which every rank writes one at most. Collective."""
+    own = [(one.stored, one.shard, one.start, len(one.values)) for one in fragments]
+    ranges: dict[Stored, list[Range]] = {}
+    for rank, held in enumerate(gather_objects(own, group)):
+        for stored, *where in held:
+            ranges.setdefault(stored, []).append(Range(rank, *where))
+    by_writer: list[list[PlannedFile]] = [[] for _ in range(group.size)]
+    for kind in KINDS:
+        tensors = sorted((stored for stored in ranges if stored.kind == kind), key=lambda stored: stored.order)
+        parts = _cut(tensors, max_bytes)
+        for number, part in enumerate(parts):
+            writer = number * group.size // len(parts)
+            planned = [(stored, ranges[stored]) for stored in part]
+            by_writer[writer].append(PlannedFile(file_name(kind, number + 1), planned, writer))
+    return [[file for file in turn if file is not None] for turn in zip_longest(*by_writer)]
+
+
+def _cut(tensors: list[Stored], max_bytes: int) -> list[list[Stored]]:
+    """Tensors by file: as many as fit, in order; one that is larger alone."""
+    parts: list[list[Stored]] = []
+    room = -1
+    for stored in tensors:
+        size = describe(stored).num_bytes
+        if size > room:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(stored)
+        room -= size
+    return parts
+
+
+def describe(stored: Stored) -> TensorInfo:
+    """What a file's header says of it."""
+    shape = stored.logical.shape
+    return TensorInfo(stored.name, DTYPE_NAMES[stored.dtype], shape, prod(shape) * stored.dtype.itemsize)
+
+
+def write(
+    folder: Path, turns: list[list[PlannedFile]], fragments: Sequence[Fragment], join: Join, group: Group
+) -> dict[str, str]:
+    """Write the planned files into a folder that exists; the SHA-256 of those that this rank has written. Collective.
+
+    join: of the placement of heads that the fragments have. Raises StorageError on the rank whose file cannot be
+    written and PeerFailed on the others, at the end of the turn, in which nobody is left waiting.
+    """
+    own, written = {one.stored: one for one in fragments}, {}
+    for turn in turns:
+        digests = agree(partial(_write_turn, folder, turn, own, join, group), group, lambda _: 1)
+        written.update(digests)
+    return written
+
+
+def _write_turn(
+    folder: Path, turn: list[PlannedFile], own: dict[Stored, Fragment], join: Join, group: Group
+) -> dict[str, str]:
+    """One turn of `write`."""
+    sending = [
+        dist.isend(own[stored].values, dst=group.ranks[file.writer], group=group.handle)
+        for file in turn
+        if file.writer != group.rank
+        for stored, ranges in file.tensors
+        if any(one.rank == group.rank and one.count for one in ranges)
+    ]
+    written = {}
+    try:
+        for file in turn:
+            if file.writer == group.rank:
+                written[file.name] = _write_file(folder / file.name, _Tensors(file, own, join, group))
+    finally:
+        _wait(sending)
+    return written
+
+
+def _write_file(path: Path, tensors: "_Tensors") -> str:
+    try:
+        return write_tensors(path, [describe(stored) for stored, _ in tensors.file.tensors], tensors)
+    finally:
+        tensors.exhaust()
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "a rank that is not in the group"
+        work.wait()
+
+
+class _Tensors:
+    """A file's tensors, whole and in order, each made when it is asked for."""
+
+    def __init__(self, file: PlannedFile, own: dict[Stored, Fragment], join: Join, group: Group) -> None:
+        self.file, self._rest = file, iter(file.tensors)
+        self._own, self._join, self._group = own, join, group
+
+    def __iter__(self) -> "_Tensors":
+        return self
+
+    def __next__(self) -> Tensor:
+        stored, ranges = next(self._rest)
+        shards = self._receive(stored, ranges)
+        if len(shards) == 1:
+            return shards[0]
+        return self._join(stored.logical, shards).contiguous()
+
+    def exhaust(self) -> None:
+        """Receive what nobody wants any more, so that those who send it can go on."""
+        for stored, ranges in self._rest:
+            self._receive(stored, ranges)
+
+    def _receive(self, stored: Stored, ranges: list[Range]) -> list[Tensor]:
+        count = 1 + max(one.shard for one in ranges)
+        shape = stored.logical.local_shape(count)
+        shards = [torch.empty(prod(shape), dtype=stored.dtype) for _ in range(count)]
+        assert sum(one.count for one in ranges) == prod(shape) * count, f"{stored.name}: {ranges} of {shape}"
+        waiting: list[dist.Work | None] = []
+        for one in ranges:
+            into = shards[one.shard].narrow(0, one.start, one.count)
+            if one.rank == self._group.rank:
+                into.copy_(self._own[stored].values)
+            elif one.count:
+                waiting.append(dist.irecv(into, src=self._group.ranks[one.rank], group=self._group.handle))
+        _wait(waiting)
+        return [shard.view(shape) for shard in shards]
