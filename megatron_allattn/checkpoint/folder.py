@@ -178,6 +178,27 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def retain(run_folder: Path, latest: int, every: int) -> list[int]:
+    """Delete complete steps but the newest `latest` and, unless `every` is 0, its multiples; the steps deleted.
+
+    A folder gets the name of a temporary one first, so that a kill leaves nothing that looks like a step. Raises
+    StorageError.
+    """
+    parent, deleted = run_folder / FOLDER, []
+    own = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
+    steps = sorted(_step_of(path) for path in own if is_complete(path))
+    for step in steps[:-latest]:
+        if every and step % every == 0:
+            continue
+        temporary = parent / f".{step_name(step)}.tmp-{os.getpid()}"
+        with storage_errors(parent, 0):
+            os.rename(parent / step_name(step), temporary)
+            sync_folder(parent)
+            shutil.rmtree(temporary)
+        deleted.append(step)
+    return deleted
+
+
 def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> str:
     """Write the manifest of a folder whose files are on the disk from then on; returns the manifest's SHA-256."""
     files = {}

@@ -10,6 +10,7 @@ reads what it needs.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from megatron_allattn.checkpoint.assembly import plan, write
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.engine.fragments import Fragment, Join
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import Network, logical_tensors
 from megatron_allattn.parallel.collectives import agree, broadcast_object, gather_objects
+from megatron_allattn.parallel.groups import Group
 
 
 def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> None:
@@ -30,13 +33,19 @@ def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> 
     Raises StorageError on a rank whose files cannot be written and PeerFailed on the others; nothing half-written is
     left.
     """
-    fragments, join, world = list(engine.fragments()), engine.network.join, engine.groups.world
-    first = world.rank == 0
-    temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, world, _code), world)
+    write_step(run_folder, step, list(engine.fragments()), engine.network.join, state, engine.groups.saving)
+
+
+def write_step(
+    run_folder: Path, step: int, fragments: Sequence[Fragment], join: Join, state: dict[str, Any], group: Group
+) -> None:
+    """`save` of what was taken before: fragments and `join`, by the heads' placement then. group: of all ranks."""
+    first = group.rank == 0
+    temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, group, _code), group)
     try:
-        written = write(temporary, plan(fragments, world), fragments, join, world)
-        hashes = {name: digest for part in gather_objects(written, world) for name, digest in part.items()}
-        agree(lambda: _commit(temporary, step, state, hashes) if first else None, world, _code)
+        written = write(temporary, plan(fragments, group), fragments, join, group)
+        hashes = {name: digest for part in gather_objects(written, group) for name, digest in part.items()}
+        agree(lambda: _commit(temporary, step, state, hashes) if first else None, group, _code)
     except BaseException:
         if first:
             folder.abort(temporary)

@@ -119,7 +119,13 @@ _NO_EFFECT = (
         fix="choose full or another backend",
     ),
     _NoEffect(
-        fields=("save_interval",),
+        fields=("save_retain_interval",),
+        condition=lambda run: run.checkpoint.keep_latest_k == 0,
+        reason="has no effect without --keep-latest-k: all checkpoints are kept",
+        fix="add that or leave it out",
+    ),
+    _NoEffect(
+        fields=("save_interval", "async_save", "keep_latest_k"),
         condition=lambda run: run.checkpoint.save is None,
         reason="has no effect without --save: nothing is saved",
         fix="add --save DIR or leave it out",

@@ -171,9 +171,20 @@ class CheckpointConfig:
     save_interval: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
 
+    async_save: bool = False
+    """Train on while a checkpoint is written, from a copy in host memory."""
+
+    keep_latest_k: int = 0
+    """How many of the newest checkpoints are kept; 0 keeps all."""
+
+    save_retain_interval: int = 0
+    """Checkpoints at multiples of this step are kept besides; 0 keeps none of them."""
+
     def __post_init__(self) -> None:
         conform_types(self)
         check_range(self, "save_interval", at_least=0, at_most=LARGEST)
+        check_range(self, "keep_latest_k", at_least=0, at_most=LARGEST)
+        check_range(self, "save_retain_interval", at_least=0, at_most=LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)

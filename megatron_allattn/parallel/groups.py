@@ -32,7 +32,8 @@ class Groups:
     """The groups this process belongs to.
 
     `world` spans all ranks, `tensor` the shards, `data` the replicas, `pipeline` the stages; `ends` is the first and
-    the last stage, which may share a table of the vocabulary (this rank alone on a stage between them).
+    the last stage, which may share a table of the vocabulary (this rank alone on a stage between them). `saving` has
+    all ranks again, for tensors in host memory, and with a thread of its own if it is made for that.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class Groups:
     data: Group
     pipeline: Group = ALONE
     ends: Group = ALONE
+    saving: Group = ALONE
 
 
 def single_process_groups() -> Groups:
@@ -55,18 +57,24 @@ def close_groups() -> None:
         dist.destroy_process_group()
 
 
-def make_groups(layout: Layout, timeout: timedelta) -> Groups:
+def make_groups(layout: Layout, timeout: timedelta, *, async_save: bool = False) -> Groups:
     """Make every process group of `layout`. Collective: all ranks of the initialized default group call it together.
+
+    async_save: whether another thread uses the group `saving` while this one uses the others.
 
     Raises ValueError when the default group's size is not the layout's.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size != layout.world_size:
         raise ValueError(f"world size {world_size}: the layout {layout} needs {layout.world_size} ranks")
+    everyone = [list(range(world_size))]
+    world = _join(everyone, rank, timeout)
+    apart = async_save or dist.get_backend() != "gloo"
     return Groups(
         layout=layout,
         rank=rank,
-        world=_join([list(range(world_size))], rank, timeout),
+        world=world,
+        saving=_join(everyone, rank, timeout, backend="gloo") if apart else world,
         tensor=_join(_distinct(layout.tensor_group, world_size), rank, timeout),
         data=_join(_distinct(layout.data_group, world_size), rank, timeout),
         **(_pipeline_groups(layout, rank, timeout) if layout.pipeline_size > 1 else {}),
@@ -87,11 +95,11 @@ def _distinct(group_of, world_size: int) -> list[list[int]]:
     return groups
 
 
-def _join(partition: list[list[int]], rank: int, timeout: timedelta) -> Group:
+def _join(partition: list[list[int]], rank: int, timeout: timedelta, backend: str | None = None) -> Group:
     """Make one process group per set of the partition (every rank must take part in each) and return this rank's."""
     mine = None
     for ranks in partition:
-        handle = dist.new_group(ranks, timeout=timeout)
+        handle = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             mine = Group(ranks=tuple(ranks), rank=ranks.index(rank), handle=handle)
     assert mine is not None, f"rank {rank} is in no set of {partition}"

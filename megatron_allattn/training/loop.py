@@ -26,16 +26,26 @@ def train(session: Session) -> None:
         with _prefetcher(session) as batches:
             while session.step < session.last_step:
                 _step(session, console, batches)
+                _tell_saved(session, console)
                 valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations before it
                 last = session.step == session.last_step
                 if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
                     session.save()
-                    console.say(f"saved step {session.step} in {run.checkpoint.save}")
+                    _tell_saved(session, console)
                     if (balanced := session.balance_heads()) is not None:
                         console.say(f"heads balanced at step {session.step}: {balanced}")
         _finish(session, console, valid)
+        if session.saver is not None:
+            session.saver.wait()
+            _tell_saved(session, console)
     finally:
         console.close()
+
+
+def _tell_saved(session: Session, console: Console) -> None:
+    """Say that a save has ended, if one has. Raises what has gone wrong with it."""
+    if session.saver is not None and (step := session.saver.finished()) is not None:
+        console.say(f"saved step {step} in {session.run.checkpoint.save}")
 
 
 def _due(step: int, interval: int) -> bool:

@@ -36,16 +36,22 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
         lambda world_size: check_world(run, world_size),
         run.parallel,
         lambda groups, device, watch: _train(run, explicit, groups, device, watch),
+        async_save=run.checkpoint.async_save,
     )
 
 
 def as_rank(
-    check: Callable[[int], None], parallel: ParallelConfig, body: Callable[[Groups, torch.device, Watch], None]
+    check: Callable[[int], None],
+    parallel: ParallelConfig,
+    body: Callable[[Groups, torch.device, Watch], None],
+    *,
+    async_save: bool = False,
 ) -> int:
     """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, and report
     what goes wrong, on whichever rank.
 
-    check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
+    check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other ·
+    async_save: as of `make_groups`.
     Returns the exit code.
     """
     try:
@@ -54,7 +60,7 @@ def as_rank(
         return report_error(error, first=True)
     try:
         check(info.world_size)
-        groups, device = _meet(info, parallel)
+        groups, device = _meet(info, parallel, async_save)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
@@ -105,7 +111,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
             lock.release()
 
 
-def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
+def _meet(info: discovery.RankInfo, parallel: ParallelConfig, async_save: bool) -> tuple[Groups, torch.device]:
     """Choose this rank's device and make the process groups of a layout. Collective.
 
     Raises ValueError when the layout does not divide the world, LaunchError when the ranks do not meet.
@@ -116,7 +122,7 @@ def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, t
     layout = Layout.from_world(
         info.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
-    return make_groups(layout, timedelta(seconds=seconds)), device
+    return make_groups(layout, timedelta(seconds=seconds), async_save=async_save), device
 
 
 def report_error(error: BaseException, *, first: bool) -> int:

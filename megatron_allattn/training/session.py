@@ -15,6 +15,7 @@ import torch
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
@@ -66,6 +67,7 @@ class Session:
     step: int = 0
     tokens: int = 0
     plateau: Plateau = field(default_factory=Plateau)
+    saver: Saver | None = None
 
     @property
     def last_step(self) -> int:
@@ -109,10 +111,10 @@ class Session:
         }
 
     def save(self) -> None:
-        """Write a checkpoint of the last step done. Raises Drift where replicas differ."""
-        assert self.run.checkpoint.save is not None
+        """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ."""
+        assert self.saver is not None
         check_replicas(self.engine)
-        save.save(self.run.checkpoint.save, self.step, self.engine, self.state())
+        self.saver.save(self.step, self.state())
 
     def balance_heads(self) -> Balance | None:
         """With `--balance-heads`, place heads by today's spans: after a save and after a load, so that a run that goes
@@ -182,7 +184,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
-    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped])
+    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped], saver=_saver(run, engine))
     session.notes += _pipeline_notes(groups.pipeline.size, engine.num_slots, engine.micro_batch_size)
     session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
@@ -197,6 +199,18 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     own = run.checkpoint.save if groups.rank == 0 else None
     session.notes += agreed(lambda: trim_metrics(own, session.step, session.last_step))
     return session
+
+
+def _saver(run: RunConfig, engine: Engine) -> Saver | None:
+    kept = run.checkpoint
+    if kept.save is None:
+        return None
+
+    def retain(run_folder: Path) -> None:
+        if kept.keep_latest_k:
+            folder.retain(run_folder, kept.keep_latest_k, kept.save_retain_interval)
+
+    return Saver(kept.save, engine, asynchronous=kept.async_save, after_commit=retain)
 
 
 def build_engine(

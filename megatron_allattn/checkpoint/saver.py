@@ -1,0 +1,77 @@
+"""Saving the steps of a run, at once or while training goes on.
+
+With `async_save` (Megatron-LM's name) every rank copies what it gives of a checkpoint to host memory, and a thread
+writes that, in a process group of its own, while the next steps are made. One save at a time: the next one waits for
+it. What goes wrong on the thread is raised at the next step.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_allattn.checkpoint.save import write_step
+from megatron_allattn.engine.interface import Engine
+from megatron_allattn.parallel.logical import LogicalTensor, Placement
+
+
+class Saver:
+    """Saves what `engine` holds in a run folder; its methods are collective, but for `finished`.
+
+    asynchronous: on a thread; after_commit: is called with the run folder on the first rank once a step is complete.
+    """
+
+    def __init__(
+        self, run_folder: Path, engine: Engine, *, asynchronous: bool, after_commit: Callable[[Path], None]
+    ) -> None:
+        self._run_folder, self._engine, self._asynchronous = run_folder, engine, asynchronous
+        self._after_commit = after_commit
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._step = -1
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save a step, or begin to. Waits for the save before it. Raises StorageError, PeerFailed."""
+        self.wait()
+        engine, fragments = self._engine, list(self._engine.fragments())
+        if self._asynchronous:
+            fragments = [one.copied() for one in fragments]
+        join = partial(_join, engine.network.placements)
+        job = partial(write_step, self._run_folder, step, fragments, join, state, engine.groups.saving)
+        self._step = step
+        if self._asynchronous:
+            self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
+            self._thread.start()
+        else:
+            self._run(job)
+
+    def finished(self) -> int | None:
+        """The step whose save has ended since the last call, if one has. Raises what has gone wrong with it."""
+        if self._step < 0 or (self._thread is not None and self._thread.is_alive()):
+            return None
+        step, error = self._step, self._error
+        self._thread, self._error, self._step = None, None, -1
+        if error is not None:
+            raise error
+        return step
+
+    def wait(self) -> None:
+        """Until nothing is being saved."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+            if self._engine.groups.rank == 0:
+                self._after_commit(self._run_folder)
+        except BaseException as error:  # whatever it is: `finished` raises it where it is seen
+            self._error = error
+
+
+def _join(placements: Sequence[Placement], logical: LogicalTensor, shards: list[Tensor]) -> Tensor:
+    """With heads placed as they were when the shards were taken."""
+    return logical.join(shards, None if logical.heads is None else placements[logical.heads.layer])
