@@ -15,8 +15,8 @@ import torch
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
-from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.recipes import prepare_arguments
