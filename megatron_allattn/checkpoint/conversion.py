@@ -28,7 +28,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run folder's newest intact step. skipped: entries passed over on the way to it, with the reasons."""
+    """A step folder that is intact. skipped: entries passed over on the way to it, with the reasons."""
 
     step_folder: Path
     run: RunConfig
@@ -38,9 +38,9 @@ class SavedRun:
     skipped: list[str]
 
 
-def read_run(run_folder: Path) -> SavedRun:
-    """Open a run folder's newest step whose every byte is right. Raises UsageError."""
-    step_folder, skipped = folder.find_latest(run_folder, check_bytes=True)
+def read_run(path: Path) -> SavedRun:
+    """Open a run folder's newest step, or one step folder, whose every byte is right. Raises UsageError."""
+    step_folder, skipped = folder.find(path)
     state = read_state(step_folder)
     run = read_config(step_folder, state)
     weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))

@@ -131,10 +131,22 @@ def run_around(path: Path) -> Path | None:
     return next((run for run in inside if has_saved(run)), None)
 
 
-def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, list[str]]:
+class Damaged(UsageError):
+    """A step that was complete is no longer what it was: `folder`."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"{folder}: {reason}")
+        self.folder = folder
+
+
+def find_latest(
+    run_folder: Path, *, check_bytes: bool = False, way_out: str | None = None
+) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
-    With `check_bytes` a folder must also pass `verify`. Reads only. Raises UsageError when the run has none.
+    A step whose save has not ended is passed over, and so is one that is damaged unless there is a `way_out` to name:
+    then it raises Damaged. With `check_bytes` a folder must also pass `verify`. Reads only. Raises UsageError when the
+    run has none.
     """
     parent = run_folder / FOLDER
     if not parent.is_dir():
@@ -151,6 +163,8 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, l
     candidates.sort(key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True)
     for path in candidates:
         if (reason := _why_unusable(path, check_bytes)) is not None:
+            if way_out is not None and _was_complete(run_folder, path):
+                raise Damaged(path, f"{reason}; {way_out}")
             skipped.append(f"{path}: {reason}")
             continue
         latest = run_folder / LATEST
@@ -159,6 +173,25 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False) -> tuple[Path, l
         return path, skipped
     reasons = f" (passed over: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
     raise UsageError(f"{run_folder}: no complete checkpoint in {parent}{reasons}; name another run folder")
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The newest step of a run folder, or one step folder, of which every byte is right, and as of `find_latest` what
+    was passed over. Raises UsageError."""
+    if (path / FOLDER).is_dir() or not (path / MANIFEST).exists():
+        return find_latest(path, check_bytes=True, way_out="name an older step folder to take that")
+    verify(path)
+    return path, []
+
+
+def _was_complete(run_folder: Path, path: Path) -> bool:
+    """Whether a step folder that cannot be used once could: it has its marker, or is the last one whose save ended and
+    is not being replaced."""
+    if (path / MARKER).exists():
+        return True
+    latest = run_folder / LATEST
+    named = latest.is_file() and latest.read_text(errors="replace").strip() == path.name
+    return named and not any(_OWN_ASIDE.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*"))
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.checkpoint.folder import FOLDER, find_latest, run_around, verify
+from megatron_allattn.checkpoint.folder import FOLDER, Damaged, find_latest, run_around, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.config.errors import UsageError
 
@@ -69,7 +69,10 @@ def inspect(path: Path) -> Inspection:
     """
     skipped: list[str] = []
     if (path / FOLDER).is_dir():
-        path, skipped = find_latest(path)
+        try:
+            path, skipped = find_latest(path, way_out="")
+        except Damaged as damage:
+            path = damage.folder
     elif not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
         run = run_around(path)
         fix = "name one, e.g. RUN/checkpoints/step_00000100" if run is None else f"name the run folder {run}"

@@ -7,6 +7,7 @@ it. What goes wrong on the thread is raised at the next step.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,20 @@ from megatron_allattn.parallel.logical import LogicalTensor, Placement
 class Saver:
     """Saves what `engine` holds in a run folder; its methods are collective, but for `finished`.
 
-    asynchronous: on a thread; after_commit: is called with the run folder on the first rank once a step is complete.
+    asynchronous: on a thread; section: what is saved is saved in one; after_commit: is called with the run folder on the first rank once a step is complete.
     """
 
     def __init__(
-        self, run_folder: Path, engine: Engine, *, asynchronous: bool, after_commit: Callable[[Path], None]
+        self,
+        run_folder: Path,
+        engine: Engine,
+        *,
+        asynchronous: bool,
+        section: Callable[[], AbstractContextManager[None]] = nullcontext,
+        after_commit: Callable[[Path], None],
     ) -> None:
         self._run_folder, self._engine, self._asynchronous = run_folder, engine, asynchronous
+        self._section = section
         self._after_commit = after_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -65,9 +73,10 @@ class Saver:
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
-            job()
-            if self._engine.groups.rank == 0:
-                self._after_commit(self._run_folder)
+            with self._section():
+                job()
+                if self._engine.groups.rank == 0:
+                    self._after_commit(self._run_folder)
         except BaseException as error:  # whatever it is: `finished` raises it where it is seen
             self._error = error
 

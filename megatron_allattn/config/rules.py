@@ -125,6 +125,12 @@ _NO_EFFECT = (
         fix="add that or leave it out",
     ),
     _NoEffect(
+        fields=("load_fallback", "override"),
+        condition=lambda run: run.checkpoint.load is None,
+        reason="has no effect without --load",
+        fix="leave it out or give a run folder",
+    ),
+    _NoEffect(
         fields=("save_interval", "async_save", "keep_latest_k"),
         condition=lambda run: run.checkpoint.save is None,
         reason="has no effect without --save: nothing is saved",

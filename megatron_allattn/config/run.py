@@ -57,6 +57,19 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a process that waits for another gives up."""
 
+    startup_timeout_minutes: float = 60.0
+    """Minutes that a run may take until its first step; after them it ends, with what every thread of every process is
+    at."""
+
+    step_timeout_minutes: float = 30.0
+    """The same for a step."""
+
+    evaluation_timeout_minutes: float = 120.0
+    """The same for an evaluation."""
+
+    save_timeout_minutes: float = 60.0
+    """The same for saving a checkpoint; so long, too, do processes wait for each other in it."""
+
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
         """--pipeline-layers as numbers; empty where it is left out."""
@@ -67,7 +80,8 @@ class ParallelConfig:
         check_range(self, "tensor_model_parallel_size", at_least=1, at_most=LARGEST)
         check_range(self, "pipeline_model_parallel_size", at_least=1, at_most=LARGEST)
         check_range(self, "zero_stage", at_least=0, at_most=3)
-        check_range(self, "distributed_timeout_minutes", above=0, at_most=7 * 24 * 60)
+        for name in ("distributed", "startup", "step", "evaluation", "save"):
+            check_range(self, f"{name}_timeout_minutes", above=0, at_most=7 * 24 * 60)
         if self.pipeline_model_parallel_size > 1 and self.zero_stage > 1:
             file = "a file with stage 1 (or 0), such as pipeline.json"
             lower = "--zero-stage 1 (or 0)" if self.deepspeed_config is None else file
@@ -140,9 +154,13 @@ class TrainingConfig:
     eval_iters: int = 0
     """Blocks of --seq-length tokens per stream in one evaluation; 0 is the whole split."""
 
+    max_nonfinite_steps: int = 5
+    """Steps in a row whose loss or gradient is not finite, and whose updates are therefore not made, that end the run
+    (exit code 4)."""
+
     def __post_init__(self) -> None:
         conform_types(self)
-        for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters"):
+        for name in ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "max_nonfinite_steps"):
             check_range(self, name, at_least=1, at_most=LARGEST)
         for name in ("eval_interval", "eval_iters"):
             check_range(self, name, at_least=0, at_most=LARGEST)
@@ -166,7 +184,13 @@ class CheckpointConfig:
     """Run folder for the configuration, metrics and checkpoints."""
 
     load: Path | None = None
-    """Run folder to resume from, at its latest good checkpoint."""
+    """Run folder to resume from, at its newest checkpoint."""
+
+    load_fallback: bool = False
+    """Go on from an older checkpoint where the newest is damaged."""
+
+    override: bool = False
+    """Go on with other settings of the optimizer, its schedule or the precision than the checkpoint was trained with."""
 
     save_interval: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""
@@ -180,11 +204,20 @@ class CheckpointConfig:
     save_retain_interval: int = 0
     """Checkpoints at multiples of this step are kept besides; 0 keeps none of them."""
 
+    stop_deadline_minutes: float = 10.0
+    """What a run gets, after SIGTERM or SIGUSR1 on any rank, to end its step and save it (exit code 3)."""
+
     def __post_init__(self) -> None:
         conform_types(self)
         check_range(self, "save_interval", at_least=0, at_most=LARGEST)
         check_range(self, "keep_latest_k", at_least=0, at_most=LARGEST)
         check_range(self, "save_retain_interval", at_least=0, at_most=LARGEST)
+        check_range(self, "stop_deadline_minutes", above=0, at_most=7 * 24 * 60)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether --load is --save: the run goes on in its own folder."""
+        return self.load is not None and self.save is not None and self.load.absolute() == self.save.absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

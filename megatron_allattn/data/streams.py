@@ -26,12 +26,14 @@ from megatron_allattn.data.indexed import Tokens
 class Block:
     """One step's tokens of some streams: inputs and targets [streams, M] int64.
 
-    restarted: the streams jumped back before this block, so caches of earlier blocks must be cleared first.
+    position: where in every stream it starts; restarted: the streams jumped back before this block, so caches of
+    earlier blocks must be cleared first.
     """
 
     inputs: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
-    restarted: bool
+    position: int
+    restarted: bool = False
 
 
 class TokenStreams:
@@ -59,7 +61,7 @@ class TokenStreams:
     def next_block(self, streams: Sequence[int]) -> Block:
         """The next block of the given global streams, and move on: one call a step, with all streams of the rank."""
         inputs, targets = _gather(self.tokens, self.stream_length, streams, self.position, self.seq_length)
-        block = Block(inputs, targets, self._restarted)
+        block = Block(inputs, targets, self.position, self._restarted)
         self.advance()
         return block
 
@@ -127,8 +129,9 @@ def evaluation_blocks(
     count = num_evaluation_blocks(len(tokens), num_streams, seq_length)
     wanted = range(num_streams) if streams is None else streams
     for index in range(min(count, max_blocks) if max_blocks else count):
-        inputs, targets = _gather(tokens, len(tokens) // num_streams, wanted, index * seq_length, seq_length)
-        yield Block(inputs, targets, restarted=False)
+        position = index * seq_length
+        inputs, targets = _gather(tokens, len(tokens) // num_streams, wanted, position, seq_length)
+        yield Block(inputs, targets, position)
 
 
 def _gather(

@@ -60,6 +60,10 @@ class CacheSlot:
         self._current, self._next = written, [None] * len(self._next)
         self.length += block_length
 
+    def discard(self) -> None:
+        """The block is not done: what was written is forgotten."""
+        self._next = [None] * len(self._next)
+
     def clear(self) -> None:
         """Forget everything: the streams start anew."""
         self.restore([self._empty] * len(self._current), 0)

@@ -6,8 +6,9 @@ Who does what:
   parameters (3), and, for Adam under ZeRO ≥ 1, clips the global norm. It learns of the tensor group through an `mpu`
   object and the `tensor_model_parallel` mark on parameters.
 - The optimizer is ours (`optimizers.py`); the per-tensor clip is part of it.
-- In float16 DeepSpeed scales the loss and leaves out a step whose gradient overflows (`loss_scale.py`). In bfloat16 it
-  would do so too, in silence; that is off, and ends the run as in float32.
+- In float16 DeepSpeed scales the loss and leaves out a step whose gradient overflows (`loss_scale.py`). In any
+  precision it leaves out one whose loss or gradient is not finite on any rank: at ZeRO 1-3 DeepSpeed does, once the
+  norm says so, at ZeRO 0 the engine (`finite.py`).
 - At ZeRO 0 DeepSpeed reports no gradient norm, and its bfloat16 optimizer ignores the mark: there the norm and the
   global clip are ours in float32, and half precision runs as ZeRO 1, the same arithmetic with the state split.
 
@@ -28,15 +29,9 @@ from torch import Tensor, nn
 
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
-from megatron_allattn.engine.finite import GradientWatch, refuse_not_finite, refuse_overflow
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.loss_scale import SETTINGS, LossScale
-from megatron_allattn.engine.optimizers import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    sum_of_squares,
-)
+from megatron_allattn.engine.optimizers import build_optimizer, sum_of_squares
 from megatron_allattn.engine.uncompiled import without_compiler
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
@@ -130,17 +125,19 @@ class DeepSpeedEngine(Engine):
         partition = groups.data if self.zero_stage else ALONE
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
         initial = [parameter.detach().clone() for parameter in network.parameters()] if half else []
-        self._deepspeed, self._watch = deepspeed, GradientWatch(network)
+        self._deepspeed = deepspeed
         with without_compiler():
             self.optimizer = build_optimizer(
                 run.optimizer, network, tensor=groups.tensor, partition=partition, fused=fused
             )
             self.engine = self._initialize(settings)
-        limit_waiting(60 * run.parallel.distributed_timeout_minutes)  # it makes groups of its own, without one
+        limit_waiting(60 * run.parallel.distributed_timeout_minutes, groups)  # it makes groups of its own, without one
         if self.zero_stage in (1, 2):
             self.engine.optimizer.scaled_global_norm = self._norm
+            if dtype != torch.float16:  # the norm says it, without collectives of its own
+                self.engine.optimizer.check_overflow = lambda partition_gradients=True: None
         elif self.zero_stage == 3:
-            self._check_norms_of_zero3(self.engine.optimizer)
+            self._add_loss_to_norms_of_zero3(self.engine.optimizer)
         if dtype == torch.float16:
             self.loss_scale = LossScale(self.engine.optimizer)
         self._allocate_state()
@@ -169,7 +166,7 @@ class DeepSpeedEngine(Engine):
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.num_slots,
             "gradient_clipping": run.optimizer.clip_grad if clips else 0.0,
-            "bf16": {"enabled": self.dtype == torch.bfloat16, "check_grad_overflow": False},
+            "bf16": {"enabled": self.dtype == torch.bfloat16, "check_grad_overflow": True},
             "fp16": {"enabled": self.dtype == torch.float16, **SETTINGS},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -192,12 +189,11 @@ class DeepSpeedEngine(Engine):
 
         DeepSpeed's own has two for every parameter group, of which the stages of a pipeline have different numbers.
         Every element of a logical tensor is counted once in the world: a replicated one by a share of every rank of
-        the tensor group, so that a copy that is not finite shows. -1, by which DeepSpeed knows it, where it overflows
-        in float16.
+        the tensor group, so that a copy that is not finite shows. -1, by which DeepSpeed knows it and leaves out the
+        update, where it or any rank's loss is not finite.
         """
         square = sum_of_squares(self._partition_gradients(), self.groups.tensor, self.fused, self.device)
-        norm = all_reduce(square, self.groups.world).sqrt().float()
-        self._check_finite(norm.item())
+        norm = all_reduce(square + 0.0 * self.mean_loss, self.groups.world).sqrt().float()
         return torch.where(norm.isfinite(), norm, -1.0)
 
     def _partition_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -209,23 +205,15 @@ class DeepSpeedEngine(Engine):
             for pair in zip(group, self._own_gradients(zero, place), strict=False)
         ]
 
-    def _check_norms_of_zero3(self, zero: Any) -> None:
-        """Look at DeepSpeed's norms of parameter groups, without which it would leave out the update in silence."""
+    def _add_loss_to_norms_of_zero3(self, zero: Any) -> None:
+        """Give DeepSpeed, beside its norms of parameter groups, one that is 0, or not finite where a loss is not."""
         norms_of_groups = zero._get_norm_groups
 
         def norms() -> list[Any]:
-            found = norms_of_groups()
-            self._check_finite(max(float(norm) if norm >= 0 else math.inf for norm in found))  # -1: not finite
-            return found
+            loss = all_reduce(0.0 * self.mean_loss, self.groups.tensor)
+            return [*norms_of_groups(), loss.float()]
 
         zero._get_norm_groups = norms
-
-    def _check_finite(self, norm: float) -> None:
-        """Raise NotFinite where the norm of all gradients is none; in float16 DeepSpeed lowers its scale instead."""
-        if math.isfinite(norm) or self.dtype == torch.float16:
-            return
-        step = self.optimizer.param_groups[0]["step"]
-        refuse_not_finite(self.groups, step, self._watch.not_finite(), self.own_loss)
 
     def _own_gradients(self, zero: Any, place: int) -> list[Tensor]:
         """The parts of a parameter group's gradients that this replica updates: of its `params_in_partition`, then
@@ -270,26 +258,18 @@ class DeepSpeedEngine(Engine):
             self.engine.step()  # between boundaries: DeepSpeed's own counting only
         return loss.detach()
 
-    def update(self, lr: float, step: int) -> float:
-        norm = super().update(lr, step)
-        self._watch.clear()
-        return norm
-
     def _optimizer_step(self, lr: float, step: int) -> float:
         for group in self.optimizer.param_groups:
-            group.update(lr=lr, step=step - (self.loss_scale.skipped if self.loss_scale else 0))
+            group.update(lr=lr, step=step - self.skipped)
+        smallest = self.loss_scale is not None and self.loss_scale.smallest
         if self.zero_stage:
-            smallest = self.loss_scale is not None and self.loss_scale.smallest
             self._take_step()
-            self.overflow = self.loss_scale is not None and self.loss_scale.count()
-            if self.overflow:
-                refuse_overflow(self.groups, step, self.own_loss, smallest=smallest)
-            return float(self.engine.get_global_grad_norm())
-        norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline)
-        self._check_finite(norm)
-        if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
-            clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
-        self._take_step()
+            norm, left_out = float(self.engine.get_global_grad_norm()), bool(self.engine.optimizer.overflow)
+        else:
+            norm = self._whole_norm()
+            left_out = not math.isfinite(norm)
+            self._take_step()
+        self._judge(left_out, smallest)
         return norm
 
     def _take_step(self) -> None:

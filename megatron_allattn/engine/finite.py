@@ -1,7 +1,9 @@
-"""The end of a run whose gradient is not finite: which rank had it first, and in which tensors.
+"""Steps whose loss or gradient is not finite: whose it was, and that none of it reaches a checkpoint.
 
 That it is not, the norm of all gradients says, which every rank knows. By then gradients are sums over the replicas,
 which hide whose it was; hence every rank keeps the largest element of what its own backward pass has given.
+
+Such a step is left out on all ranks: weights, optimizer and caches stay as they were, and the data moves on.
 """
 
 import math
@@ -10,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_allattn.engine.fragments import Fragment
 from megatron_allattn.model.network import Network
-from megatron_allattn.parallel.collectives import agree, gather_objects
+from megatron_allattn.parallel.collectives import gather_objects
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.verdict import name_ranks, place
@@ -20,7 +23,7 @@ SHOWN = 3  # tensors in a message
 
 
 class NotFinite(RuntimeError):
-    """A gradient is not finite; the message says where."""
+    """What is not finite ends the run; the message says where it is."""
 
     exit_code = 4
 
@@ -49,45 +52,53 @@ class GradientWatch:
         return [name for name, largest in self._largest.items() if not largest.isfinite()]
 
 
-def refuse_not_finite(groups: Groups, step: int, own: list[str], own_loss: Tensor) -> None:
-    """Raise NotFinite on the rank with the first gradient that is not finite (PeerFailed on the others). Collective.
+def tell_not_finite(groups: Groups, own: list[str], own_loss: Tensor) -> str:
+    """What is not finite in a step, and on which rank it was so first; the same on all ranks. Collective.
 
     own: this rank's weights with such a gradient; own_loss: of this rank's micro-batches alone.
     """
     found = gather_objects((own, bool(own_loss.isfinite())), groups.world)
     holders = {rank: names for rank, (names, _) in enumerate(found) if names}
     lost = {rank for rank, (_, finite) in enumerate(found) if not finite}
+    if lost and not holders:
+        return f"the loss is not finite on {_ranks(groups, sorted(lost))}"
     first = _first(groups.layout, list(holders))
     if not first:  # every gradient is finite, and their sum or that of their squares is not
         first, what = list(range(groups.world.size)), "its sums or squares overflow"
     else:
         what = _some(list(dict.fromkeys(name for rank in first for name in holders[rank])))
-    where = f" ({place(groups, first[0])})" if groups.world.size > 1 else ""
     loss = ", where the loss is not finite either" if lost & set(first) else ""
     others = sorted(set(holders) - set(first))
     then = f"; also on {name_ranks(others)}" if others else ""
-    message = (
-        f"step {step}: the gradient is not finite on {name_ranks(first, 'or')}{where}{loss}: {what}{then}. "
-        "The update is not made: look at that host and go on from the last checkpoint, or begin anew at a smaller --lr"
-    )
-    agree(lambda: _refuse(message, groups.rank == first[0]), groups.world, lambda _: NotFinite.exit_code)
+    return f"the gradient is not finite on {_ranks(groups, first, 'or')}{loss}: {what}{then}"
 
 
-def refuse_overflow(groups: Groups, step: int, own_loss: Tensor, *, smallest: bool) -> None:
-    """After a float16 gradient that overflows: raise NotFinite (PeerFailed on the others) where no smaller loss scale
-    helps, since the loss itself is not finite, or there is none (`smallest`). Collective.
+def tell_overflow(groups: Groups, own_loss: Tensor, *, smallest: bool) -> str | None:
+    """After a float16 gradient that overflows: what a smaller loss scale does not change, if there is anything; the
+    same on all ranks. Collective.
+
+    smallest: there is no smaller scale.
     """
     lost = [rank for rank, fine in enumerate(gather_objects(bool(own_loss.isfinite()), groups.world)) if not fine]
-    if not lost and not smallest:
-        return
-    what = (
-        f"the loss is not finite on {name_ranks(lost)}, which no smaller loss scale changes"
-        if lost
-        else "the gradient overflows float16 at the smallest loss scale too"
-    )
-    fix = "begin anew with --bf16 or a smaller --lr"
-    message = f"step {step}: {what}. The update is not made: {fix}"
-    agree(lambda: _refuse(message, groups.rank == (lost or [0])[0]), groups.world, lambda _: NotFinite.exit_code)
+    if lost:
+        return f"the loss is not finite on {_ranks(groups, lost)}, which no smaller loss scale changes"
+    return "the gradient overflows float16 at the smallest loss scale too" if smallest else None
+
+
+def check_fragments(fragments: list[Fragment], groups: Groups) -> None:
+    """Refuse a checkpoint with anything in it that is not finite: NotFinite, on all ranks, names tensors. Collective.
+
+    fragments: what this rank would give of it.
+    """
+    own = {fragment.stored.name for fragment in fragments if not _is_finite(fragment.values)}
+    if found := sorted(set().union(*gather_objects(own, groups.world))):
+        raise NotFinite(
+            f"not finite: {_some(found)}. Nothing was saved: go on from the last checkpoint at a smaller --lr"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not values.numel() or bool(torch.linalg.vector_norm(values.float(), math.inf).isfinite())
 
 
 def _first(layout: Layout, holders: list[int]) -> list[int]:
@@ -98,9 +109,9 @@ def _first(layout: Layout, holders: list[int]) -> list[int]:
     return [rank for rank in holders if layout.pipeline_rank(rank) == last]
 
 
-def _refuse(message: str, mine: bool) -> None:
-    if mine:
-        raise NotFinite(message)
+def _ranks(groups: Groups, ranks: list[int], word: str = "and") -> str:
+    """Them, and where the first of them stands."""
+    return name_ranks(ranks, word) + (f" ({place(groups, ranks[0])})" if groups.world.size > 1 else "")
 
 
 def _some(names: list[str]) -> str:

@@ -5,6 +5,7 @@ micro-batch size), cuts it into micro-batch slots, runs them, and makes one upda
 precision; one process or a TP × DP grid); `DeepSpeedEngine` brings ZeRO.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from megatron_allattn.config import RunConfig
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.engine.finite import GradientWatch, tell_not_finite, tell_overflow
 from megatron_allattn.engine.fragments import Fragment, Stored
 from megatron_allattn.engine.loss_scale import LossScale
+from megatron_allattn.engine.optimizers import clip_gradients, gradient_norm
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.accounting import count_parameters
 from megatron_allattn.model.attention import BlockContext
@@ -40,12 +43,14 @@ from megatron_allattn.parallel.random import DropoutKeys
 @dataclass(frozen=True)
 class StepResult:
     """What one update reports. loss: nats per token, averaged over the global batch; grad_norm: before clipping;
-    loss_scale: of this step, 1 but in float16; overflow: the gradient was too large for it, and nothing was updated."""
+    loss_scale: of this step, 1 but in float16; overflow: the gradient was too large for it, and nothing was updated;
+    not_finite: what was not finite and where, of a step of which nothing is kept."""
 
     loss: float
     grad_norm: float
     loss_scale: float = 1.0
     overflow: bool = False
+    not_finite: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class Engine(ABC):
 
     zero_stage = 0  # the ZeRO stage that runs
     loss_scale: LossScale | None = None  # in float16 with DeepSpeed
-    overflow = False  # whether the last update was left out
+    overflow = False  # whether the last update was left out since float16 is too small for its gradient
+    not_finite: str | None = None  # what was not finite in the last step, of which then nothing is kept
+    skipped = 0  # updates left out so far, for whichever reason
 
     def __init__(
         self,
@@ -118,7 +125,9 @@ class Engine(ABC):
         shape = batch_shape(run, groups.layout.world_size)
         self.micro_batch_size, self.num_slots = shape.micro_batch_size, shape.accumulation_steps
         self.own_loss = torch.zeros((), dtype=torch.float64)  # the last step's, of this rank's micro-batches
+        self.mean_loss = self.own_loss  # over the replicas
         self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
+        self._watch = GradientWatch(network)
 
     def _new_slot(self, batch_size: int) -> CacheSlot:
         sharers = self.groups.tensor if self.run.parallel.shard_caches else ALONE
@@ -173,20 +182,48 @@ class Engine(ABC):
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """Of the slots' losses over the global batch."""
         self.own_loss = torch.stack(losses).double().mean()
-        return all_reduce(self.own_loss.clone(), self.groups.data).item() / self.groups.data.size
+        self.mean_loss = all_reduce(self.own_loss.clone(), self.groups.data) / self.groups.data.size
+        return self.mean_loss.item()
 
     def update(self, lr: float, step: int) -> float:
-        """Update number `step` (from 1) and the caches' commit. Returns the gradient norm before clipping."""
+        """Update number `step` (from 1) and the caches' commit. Returns the gradient norm before clipping.
+
+        Neither is made where the loss or the gradient is not finite on any rank, and `not_finite` says so.
+        """
         norm = self._optimizer_step(lr, step)
         for slot in self.slots:
-            slot.commit(self.run.training.seq_length)
+            if self.not_finite is None:
+                slot.commit(self.run.training.seq_length)
+            else:
+                slot.discard()
+        self._watch.clear()
+        return norm
+
+    def _judge(self, left_out: bool, smallest: bool) -> None:
+        """Count an update that was left out, and say why. smallest: the loss scale could not be lowered any more."""
+        self.overflow, self.not_finite = False, None
+        self.skipped += left_out
+        if left_out and self.loss_scale is None:
+            self.not_finite = tell_not_finite(self.groups, self._watch.not_finite(), self.own_loss)
+        elif left_out:
+            self.not_finite = tell_overflow(self.groups, self.own_loss, smallest=smallest)
+            self.overflow = self.not_finite is None
+
+    def _whole_norm(self) -> float:
+        """The norm of gradients that every replica has whole, not finite where a loss is not, before Adam's clip, which
+        this does. Where it is not finite there are no gradients any more, and an optimizer finds nothing to do."""
+        norm = gradient_norm(self.network, self.groups.tensor, self.fused, self.groups.pipeline, self.mean_loss)
+        if not math.isfinite(norm):
+            self.network.zero_grad(set_to_none=True)
+        elif self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
+            clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
         return norm
 
     def train_step(self, inputs: np.ndarray, targets: np.ndarray, step: int, lr: float, spans: Spans) -> StepResult:
         """`forward_backward` and `update`."""
         scale, loss = self._loss_scale(), self.forward_backward(inputs, targets, step, spans)
         norm = self.update(lr, step)
-        return StepResult(loss, norm, scale, self.overflow)
+        return StepResult(loss, norm, scale, self.overflow, self.not_finite)
 
     def clear_caches(self) -> None:
         """The streams restart: forget what came before."""

@@ -15,9 +15,8 @@ SETTINGS = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """What a checkpoint holds. skipped: updates left out so far; the rest as in DeepSpeed's scaler."""
+    """What a checkpoint holds, as in DeepSpeed's scaler."""
 
-    skipped: int
     cur_scale: float
     cur_iter: int
     last_overflow_iter: int
@@ -28,7 +27,7 @@ class LossScale:
     """The loss scale of one of DeepSpeed's ZeRO optimizers, equal on all ranks."""
 
     def __init__(self, zero: Any) -> None:
-        self._zero, self.skipped = zero, 0
+        self._zero = zero
         zero.loss_scaler.raise_error_at_min_scale = False  # the engine ends the run, with a message
 
     @property
@@ -40,17 +39,10 @@ class LossScale:
         """Whether it cannot be lowered any more."""
         return self.scale <= self._zero.loss_scaler.min_scale
 
-    def count(self) -> bool:
-        """Whether the update just asked for has been left out; counts it."""
-        overflow = bool(self._zero.overflow)
-        self.skipped += overflow
-        return overflow
-
     def state(self) -> dict[str, Any]:
         scaler = self._zero.loss_scaler
-        own = {name: getattr(scaler, name) for name in LossScaleState.__dataclass_fields__ if name != "skipped"}
-        return asdict(LossScaleState(skipped=self.skipped, **own))
+        return asdict(LossScaleState(**{name: getattr(scaler, name) for name in LossScaleState.__dataclass_fields__}))
 
     def load(self, state: dict[str, Any]) -> None:
         for name, value in asdict(LossScaleState(**state)).items():
-            setattr(self if name == "skipped" else self._zero.loss_scaler, name, value)
+            setattr(self._zero.loss_scaler, name, value)

@@ -184,10 +184,17 @@ def own_gradients(network: Network) -> list[tuple[nn.Parameter, Tensor]]:
     return [(parameter, parameter.grad) for parameter in network.parameters() if parameter.grad is not None]
 
 
-def gradient_norm(network: Network, tensor: Group, fused: FusedOps, pipeline: Group = ALONE) -> float:
-    """Norm of all gradients as logical tensors (replicated ones counted once), equal on all ranks."""
+def gradient_norm(
+    network: Network, tensor: Group, fused: FusedOps, pipeline: Group = ALONE, loss: Tensor | None = None
+) -> float:
+    """Norm of all gradients as logical tensors (replicated ones counted once), equal on all ranks.
+
+    loss: equal over the replicas; where it is not finite on any rank, nor is the norm.
+    """
     device = next(network.parameters()).device
     square = sum_of_squares(own_gradients(network), tensor, fused, device)
+    if loss is not None:
+        square = square + 0.0 * loss
     return all_reduce(all_reduce(square, tensor), pipeline).sqrt().item()
 
 

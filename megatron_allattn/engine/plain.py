@@ -4,12 +4,14 @@ It is what runs where DeepSpeed is absent (the GPU check), in float64 (the compa
 the DeepSpeed engine is compared with. In bfloat16 and float16 the update acts on float32 masters.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from megatron_allattn.config import RunConfig
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.engine.optimizers import build_optimizer, clip_gradients, gradient_norm
+from megatron_allattn.engine.optimizers import build_optimizer
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
@@ -65,11 +67,9 @@ class PlainEngine(Engine):
             torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
     def _optimizer_step(self, lr: float, step: int) -> float:
-        norm = gradient_norm(self.network, self.groups.tensor, self.fused)
-        if self.run.optimizer.optimizer == "adam" and self.run.optimizer.clip_grad:
-            clip_gradients(self.network, norm, self.run.optimizer.clip_grad)
+        norm = self._whole_norm()
         for group in self.optimizer.param_groups:
-            group.update(lr=lr, step=step)
+            group.update(lr=lr, step=step - self.skipped)
         for parameter, master in self._masters.items():
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.to(master.dtype)
@@ -80,6 +80,7 @@ class PlainEngine(Engine):
                     parameter.copy_(master)
                     master.grad = None
         self.network.zero_grad(set_to_none=True)
+        self._judge(not math.isfinite(norm), smallest=False)
         return norm
 
     def _master(self, parameter: nn.Parameter) -> Tensor:

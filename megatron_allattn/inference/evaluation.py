@@ -63,7 +63,7 @@ class EvaluationOptions:
 def run_evaluation(options: EvaluationOptions) -> int:
     """Evaluate as one rank; returns the exit code."""
 
-    def body(groups: Groups, device: torch.device, _: Watch) -> None:
+    def body(groups: Groups, device: torch.device, _: Watch) -> int:
         card = evaluate(options, groups, device)
         if groups.rank == 0:  # shown before it is written, which may fail
             print(card_text(card), flush=True)
@@ -72,6 +72,7 @@ def run_evaluation(options: EvaluationOptions) -> int:
             groups.world,
             exit_code,
         )
+        return 0
 
     return as_rank(lambda world_size: check_replicas(options.parallel, world_size), options.parallel, body)
 

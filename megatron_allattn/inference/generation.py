@@ -54,8 +54,9 @@ class GenerationOptions:
 def run_generation(options: GenerationOptions) -> int:
     """Generate as one rank; returns the exit code."""
 
-    def body(groups: Groups, device: torch.device, _: Watch) -> None:
+    def body(groups: Groups, device: torch.device, _: Watch) -> int:
         generate(options, groups, device)
+        return 0
 
     return as_rank(lambda world_size: _check_processes(options.parallel, world_size), options.parallel, body)
 

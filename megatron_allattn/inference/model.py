@@ -49,19 +49,12 @@ def load_model(path: Path, groups: Groups, device: torch.device, dtype: torch.dt
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
-    found = agreed(lambda: _find(path) if groups.rank == 0 else None)
+    found = agreed(lambda: folder.find(path) if groups.rank == 0 else None)
     step_folder, notes = broadcast_object(found, groups.world)
     state = agreed(lambda: save.read_state(step_folder))
     run = agreed(lambda: _configuration(step_folder, state, groups))
     network = agreed(lambda: _network(step_folder, state, run, groups, device, dtype))
     return LoadedModel(network, run, state, step_folder, notes)
-
-
-def _find(path: Path) -> tuple[Path, list[str]]:
-    if (path / folder.FOLDER).is_dir() or not (path / folder.MANIFEST).exists():
-        return folder.find_latest(path, check_bytes=True)
-    folder.verify(path)
-    return path, []
 
 
 def _configuration(step_folder: Path, state: dict[str, Any], groups: Groups) -> RunConfig:

@@ -128,6 +128,7 @@ def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None
         parts = sum(_sub_groups(group, place.layout.data_size, settings["sub_group_size"]) for group in groups)
         ledger.add("data", "all_reduce", parts * number, parts)
         ledger.add("tensor", "all_reduce", parts * number, parts)
+        ledger.add("tensor", "all_reduce", DOUBLE)  # whether the loss is finite
     else:
         ledger.add("world", "all_reduce", DOUBLE)
     for group in groups:

@@ -4,6 +4,10 @@ Ranks tell each other through the store at which they have met, since collective
 
 - A rank that fails leaves a report (verdict.py) and a mark that there is one. So does one that gets SIGTERM, if none
   has failed a moment later: launchers send it to all ranks once one has ended, batch systems when time is up.
+- A run that can stop by itself asks for `heed`: then SIGTERM and SIGUSR1 only ask it to, and all ranks are called. If
+  they all answer, it has its time for that; where one is gone, or the time is over, it ends as above.
+- What takes longer than its `section` may is a failure of the rank that finds it. Then, and where a collective has
+  waited too long, every rank prints what its threads are at.
 - A thread of every rank looks for the mark. It reports for a main thread that waits in a collective, which nothing else
   could wake before the time-out, and ends the process.
 - When all have reported, or after `PATIENCE_SECONDS`, one rank speaks: that with an error of its own, else the lowest
@@ -14,6 +18,7 @@ Ranks tell each other through the store at which they have met, since collective
 Nothing here waits for ever: every answer of the store has a limit (board.py), and so has what SIGTERM has to wait for.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -22,10 +27,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,10 +52,21 @@ ANSWER_SECONDS = 10.0
 SPEECH_SECONDS = 30.0
 """Once a rank has failed, SIGTERM waits this long for what is to be said about it."""
 
-_FAILED, _TOLD, _SPEAKER = "failed", "told", "speaker"  # keys of the store
+_FAILED, _TOLD, _SPEAKER, _CALLED = "failed", "told", "speaker", "called"  # keys of the store
+_HERE = "here"  # with /RANK: it has answered a call
 _ENDED = ("done", "left")  # of these with /RANK: whether it has ended well
 _STOP = 0  # no signal's number
-_SIGTERM_CODE = 128 + signal.SIGTERM
+_HEEDED = (signal.SIGTERM, signal.SIGUSR1)
+_TOO_LONG = ("stuck", "late")  # kinds of reports
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a run, `in the step`, how many seconds it may take, and when they are over."""
+
+    name: str
+    seconds: float
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -79,27 +97,68 @@ class Watch:
         self._taker: int | None = None
         self._reporters: list[int] = []
         self._main = threading.get_ident()
+        self._limit: float | None = None
+        self._signal = 0
+        self._sections: dict[int, Section] = {}  # by thread
+        self._failed_in = ""
+        self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Watch":
         if self._size > 1:
             self._board = Board("failures", ANSWER_SECONDS)
-            self._wake, self._bell = os.pipe()
-            os.set_blocking(self._bell, False)
-            self._handler = signal.signal(signal.SIGTERM, lambda *_: None)  # the thread acts on it: this one may wait
-            signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
-            self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
-            self._thread.start()
+            self._start()
         return self
 
+    @property
+    def signal(self) -> int:
+        """The number of the signal that this process has got first, 0 for none."""
+        return self._signal
+
+    @contextmanager
+    def section(self, name: str, minutes: float) -> Iterator[None]:
+        """What this thread does in here is told by this name (`in the step`), and may take so long."""
+        thread = threading.get_ident()
+        outer, seconds = self._sections.get(thread), 60 * minutes
+        self._sections[thread] = Section(name, seconds, time.monotonic() + seconds)
+        try:
+            yield
+        except BaseException:
+            self._failed_in = self._failed_in or name
+            raise
+        finally:
+            if outer is None:
+                del self._sections[thread]
+            else:
+                self._sections[thread] = outer
+
+    def heed(self, seconds: float) -> None:
+        """From now on SIGTERM and SIGUSR1 ask the run to stop, which has `seconds` to do so."""
+        self._limit = seconds
+        if self._size == 1:
+            self._start()
+        self._handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def _start(self) -> None:
+        self._wake, self._bell = os.pipe()
+        os.set_blocking(self._bell, False)
+        # the thread acts on signals: the main one may be waiting in a collective
+        self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._look, name="failures", daemon=True)
+        self._thread.start()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._size > 1 and error is None:
-            self._take_or_wait()
-            os.write(self._bell, bytes([_STOP]))
-            self._thread.join()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._handler)
-            os.close(self._wake)
-            os.close(self._bell)
+        if error is not None or not self._handlers:
+            return
+        self._take_or_wait()
+        os.write(self._bell, bytes([_STOP]))
+        self._thread.join()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._wake)
+        os.close(self._bell)
+        if self._size > 1:
             self._leave("done", range(self._size), PATIENCE_SECONDS)
 
     def explain(self, error: BaseException, exit_code: int, *, says_all: bool) -> Ending:
@@ -116,6 +175,7 @@ class Watch:
                 self._take_or_wait()
                 kind, where = kind_of(error), where_raised(error, self._groups)
                 message = f"rank {self._rank} ({place(self._groups, self._rank)}) failed {where}: {own}"
+                where += f", {self._failed_in}" if self._failed_in else ""
                 self._ending = self._conclude(Report(kind, where, own if says_all else message, exit_code))
         return self._ending
 
@@ -144,22 +204,64 @@ class Watch:
 
     def _look(self) -> None:
         """The thread: until the bell rings for its end, or there is a reason to end the process."""
-        wanted, failed = math.inf, self._board.begin(_has_failed)
+        wanted, called, answered = math.inf, False, False
+        marks = self._board.begin(_marks) if self._size > 1 else Future()
         while True:
             signals = os.read(self._wake, 64) if select.select([self._wake], [], [], POLL_SECONDS)[0] else b""
             if _STOP in signals:
                 return
-            if signal.SIGTERM in signals:
-                wanted = min(wanted, time.monotonic())
-            if failed.done() and self._taker is None:
-                if failed.exception() is not None or failed.result():  # the store is gone, which `_conclude` finds too
-                    self._end(Report("there", where_now(self._groups, self._main)))
-                failed = self._board.begin(_has_failed)
-            waited = time.monotonic() - wanted
-            if waited > SPEECH_SECONDS:
-                os._exit(_SIGTERM_CODE)
-            if waited > GRACE_SECONDS:
-                self._end(Report("ended", where_now(self._groups, self._main), exit_code=_SIGTERM_CODE))
+            if not self._signal and (caught := [one for one in signals if one in _HEEDED]):
+                self._signal, wanted = caught[0], time.monotonic()
+                if self._limit is not None and self._size > 1:
+                    self._board.begin(lambda store: store.set(_CALLED, ""))
+            if marks.done() and self._taker is None:
+                if marks.exception() is not None:  # the store is gone, which `_conclude` finds too
+                    self._end(Report("there", self._where()))
+                elif (kind := marks.result().get(_FAILED)) is not None:
+                    if kind in _TOO_LONG:
+                        self._dump()
+                    self._end(Report("there", self._where()))
+                elif _CALLED in marks.result() and not answered:
+                    answered = True
+                    self._board.begin(lambda store: store.set(f"{_HERE}/{self._rank}", ""))
+                marks = self._board.begin(_marks)
+            now, sections = time.monotonic(), list(self._sections.values())
+            if self._taker is None and (late := [one for one in sections if now > one.deadline]):
+                self._dump()
+                self._end(Report("stuck", self._where(), f"{late[0].name} for {late[0].seconds:g} s"))
+            waited, limit = time.monotonic() - wanted, GRACE_SECONDS if self._limit is None else self._limit
+            if waited > max(limit, SPEECH_SECONDS) + (0.0 if self._limit is None else SPEECH_SECONDS):
+                os._exit(128 + self._signal)
+            if waited > limit:
+                self._end(self._ended(limit))
+            elif waited > PATIENCE_SECONDS and self._size > 1 and not called:
+                called = True
+                if not self._all_here():
+                    self._end(self._ended(PATIENCE_SECONDS))
+
+    def _ended(self, seconds: float) -> Report:
+        """That this process is ended by a signal, so long after it."""
+        name = signal.Signals(self._signal).name
+        late = "" if self._limit is None else f" and had not stopped after {seconds:g} s"
+        return Report("ended", self._where(), name + late, 128 + self._signal)
+
+    def _where(self) -> str:
+        """Where the main thread is, and in which section."""
+        section = self._sections.get(self._main)
+        return where_now(self._groups, self._main) + (f", {section.name}" if section is not None else "")
+
+    def _dump(self) -> None:
+        """Print what every thread of this process is at."""
+        print(f"rank {self._rank}: its threads, the last call first", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # standard error may be anything
+            faulthandler.dump_traceback(sys.stderr.fileno())
+
+    def _all_here(self) -> bool:
+        """Whether all ranks have answered the call, or have ended."""
+        try:
+            return self._board.ask(lambda store: _answered(store, self._size))
+        except RuntimeError:
+            return False
 
     def _end(self, report: Report) -> None:
         """For the thread: end the process, unless the main thread is about to."""
@@ -174,6 +276,8 @@ class Watch:
         os._exit(ending.exit_code)
 
     def _conclude(self, report: Report) -> Ending:
+        if self._size == 1:
+            return Ending(verdict({0: report}, 1, self._seconds), True, report.exit_code)
         heard = False
         try:
             self._board.ask(lambda store: _publish(store, self._rank, report))
@@ -232,14 +336,20 @@ class Watch:
                 waiting -= self._board.ask(lambda store: _gone(store, self._size))
 
 
-def _has_failed(store: dist.Store) -> bool:
-    return store.check([_FAILED])
+def _marks(store: dist.Store) -> dict[str, str]:
+    """Those that there are: the kind of the first failure, and whether all have been called."""
+    return {mark: store.get(mark).decode() for mark in (_FAILED, _CALLED) if store.check([mark])}
+
+
+def _answered(store: dist.Store, size: int) -> bool:
+    keys = (_HERE, *_ENDED)
+    return all(any(store.check([f"{key}/{rank}"]) for key in keys) for rank in range(size))
 
 
 def _publish(store: dist.Store, rank: int, report: Report) -> None:
     """Leave a report and the mark, and make sure that they have arrived: `set` alone waits for nothing."""
     store.set(f"report/{rank}", json.dumps(asdict(report)))
-    store.set(_FAILED, "")
+    store.compare_set(_FAILED, "", report.kind)
     store.check([_FAILED])
 
 

@@ -33,7 +33,7 @@ class Groups:
 
     `world` spans all ranks, `tensor` the shards, `data` the replicas, `pipeline` the stages; `ends` is the first and
     the last stage, which may share a table of the vocabulary (this rank alone on a stage between them). `saving` has
-    all ranks again, for tensors in host memory, and with a thread of its own if it is made for that.
+    all ranks again, for tensors in host memory and for another thread than that of the others.
     """
 
     layout: Layout
@@ -57,10 +57,10 @@ def close_groups() -> None:
         dist.destroy_process_group()
 
 
-def make_groups(layout: Layout, timeout: timedelta, *, async_save: bool = False) -> Groups:
+def make_groups(layout: Layout, timeout: timedelta, saving_timeout: timedelta | None = None) -> Groups:
     """Make every process group of `layout`. Collective: all ranks of the initialized default group call it together.
 
-    async_save: whether another thread uses the group `saving` while this one uses the others.
+    saving_timeout: of the group `saving`, if it is another.
 
     Raises ValueError when the default group's size is not the layout's.
     """
@@ -69,12 +69,11 @@ def make_groups(layout: Layout, timeout: timedelta, *, async_save: bool = False)
         raise ValueError(f"world size {world_size}: the layout {layout} needs {layout.world_size} ranks")
     everyone = [list(range(world_size))]
     world = _join(everyone, rank, timeout)
-    apart = async_save or dist.get_backend() != "gloo"
     return Groups(
         layout=layout,
         rank=rank,
         world=world,
-        saving=_join(everyone, rank, timeout, backend="gloo") if apart else world,
+        saving=_join(everyone, rank, saving_timeout or timeout, backend="gloo"),
         tensor=_join(_distinct(layout.tensor_group, world_size), rank, timeout),
         data=_join(_distinct(layout.data_group, world_size), rank, timeout),
         **(_pipeline_groups(layout, rank, timeout) if layout.pipeline_size > 1 else {}),
@@ -106,7 +105,9 @@ def _join(partition: list[list[int]], rank: int, timeout: timedelta, backend: st
     return mine
 
 
-def limit_waiting(seconds: float) -> None:
-    """Give every process group of this process this time-out, also those that a library has made without one."""
+def limit_waiting(seconds: float, groups: Groups) -> None:
+    """Give every process group of this process this time-out, also those that a library has made without one; not
+    `saving`, which has its own."""
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if group is not groups.saving.handle:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -26,14 +26,15 @@ _LOST = re.compile(
 )
 _LATE = re.compile("Timed out waiting|[Tt]imeout", re.IGNORECASE)
 
-Kind = Literal["error", "ended", "lost", "late", "there", "done"]
+Kind = Literal["error", "ended", "stuck", "lost", "late", "there", "done"]
 
 
 @dataclass(frozen=True)
 class Report:
     """What a rank says of itself once any rank has failed.
 
-    kind: an error of its own; `ended` by SIGTERM; a collective that failed since the connection was lost, or since the
+    kind: an error of its own; `ended` by a signal, which `message` names first; `stuck` in a section that took too
+    long, which it says; a collective that failed since the connection was lost, or since the
     others did not come in time; `there`: nothing of that, it waits or computes; `done`: it has ended well.
     where: the group in which it waited, or the line at which it was.
     """
@@ -71,7 +72,10 @@ def verdict(reports: Mapping[int, Report], world_size: int, seconds: float) -> s
         return f"{name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone: {details}"
     kinds = {report.kind for report in reports.values()}
     if "ended" in kinds:
-        return f"the run was ended by SIGTERM: {details}"
+        name = next(report.message for report in reports.values() if report.kind == "ended").split()[0]
+        return f"the run was ended by {name}: {details}"
+    if "stuck" in kinds:
+        return f"the run did not get on: {details}"
     if "late" in kinds:
         return f"the ranks waited for each other in vain: {details}"
     if "done" in kinds:
@@ -90,7 +94,8 @@ def told(reports: Mapping[int, Report], seconds: float) -> str:
     """What the ranks say, those that say the same together, and what explains most first: who was elsewhere comes
     before who waited for it."""
     words = {
-        "ended": "got SIGTERM",
+        "ended": "got",
+        "stuck": "had been",
         "lost": "lost the connection",
         "late": f"gave up after {seconds:g} s",
         "there": "waited",
@@ -98,8 +103,14 @@ def told(reports: Mapping[int, Report], seconds: float) -> str:
     }
     same: dict[tuple[int, bool, str], list[int]] = {}
     for rank, report in sorted(reports.items()):
-        waits = not (report.kind == "there" and report.where.startswith("at "))
-        does = f"{words[report.kind] if waits else 'was'} {report.where}".strip()
+        waits = not (report.kind in ("there", "stuck") and report.where.startswith("at "))
+        if report.kind == "ended":
+            what = f"got {report.message}"
+        elif report.kind == "stuck":
+            what = f"had been {report.message}, and {'waited' if waits else 'was'}"
+        else:
+            what = words[report.kind] if waits else "was"
+        does = f"{what} {report.where}".strip()
         same.setdefault((list(words).index(report.kind), waits, does), []).append(rank)
     return "; ".join(f"{name_ranks(ranks)} {does}" for (*_, does), ranks in sorted(same.items()))
 

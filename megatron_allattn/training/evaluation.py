@@ -4,6 +4,7 @@ The split is cut into as many streams as training has, whatever the layout, and 
 depends on the weights, not on where training stands. Training's own caches are not touched.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,13 @@ class Evaluation:
     tokens: int
 
 
-def evaluate(engine: Engine, tokens: Tokens, max_blocks: int) -> Evaluation:
-    """Mean loss over at most `max_blocks` blocks of every stream (0: all whole ones). Collective."""
+def evaluate(
+    engine: Engine, tokens: Tokens, max_blocks: int, given_up: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
+    """Mean loss over at most `max_blocks` blocks of every stream (0: all whole ones). Collective.
+
+    given_up: asked before every block, on all ranks; None once it says so.
+    """
     training = engine.run.training
     num_streams, seq_length, batch = training.global_batch_size, training.seq_length, engine.micro_batch_size
     whole = num_evaluation_blocks(len(tokens), num_streams, seq_length)
@@ -32,6 +38,8 @@ def evaluate(engine: Engine, tokens: Tokens, max_blocks: int) -> Evaluation:
     slots = [engine.new_evaluation_slot(batch) for _ in range(engine.num_slots)]
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for block in evaluation_blocks(tokens, num_streams, seq_length, count, streams=engine.streams):
+        if given_up():
+            return None
         for index, slot in enumerate(slots):
             rows = slice(index * batch, (index + 1) * batch)
             total += engine.evaluate_block(block.inputs[rows], block.targets[rows], spans, slot)

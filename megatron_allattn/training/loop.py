@@ -1,6 +1,11 @@
-"""The training loop: a block of every stream, an update, records, evaluations, checkpoints."""
+"""The training loop: a block of every stream, an update, records, evaluations, checkpoints.
+
+A signal on any rank ends it, after the step or within the evaluation under way, with a checkpoint. An evaluation that was
+not made then is made when the run goes on, so that it goes on as if nothing had happened.
+"""
 
 import math
+import signal
 import time
 from dataclasses import replace
 
@@ -9,6 +14,7 @@ import torch
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.prefetch import Prefetcher
 from megatron_allattn.data.streams import Block, num_evaluation_blocks
+from megatron_allattn.engine.interface import StepResult
 from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.training.evaluation import evaluate
 from megatron_allattn.training.metrics import per_unit
@@ -18,28 +24,53 @@ from megatron_allattn.training.session import Session
 
 
 def train(session: Session) -> None:
-    """Run from the session's step to the last one, then evaluate. Collective."""
-    run, console, valid = session.run, Console(session), None
+    """Run from the session's step to the last one, then evaluate; or until it is asked to stop. Collective."""
+    console, valid = Console(session), None
     try:
         for line in header(session):
             console.say(line)
         with _prefetcher(session) as batches:
-            while session.step < session.last_step:
-                _step(session, console, batches)
-                _tell_saved(session, console)
-                valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations before it
-                last = session.step == session.last_step
-                if run.checkpoint.save is not None and (last or _due(session.step, run.checkpoint.save_interval)):
-                    session.save()
+            while not (session.agree_to_stop() or _is_over(session)):
+                if session.judged == session.step:
+                    with session.watch.section("in the step", session.run.parallel.step_timeout_minutes):
+                        _step(session, console, batches)
                     _tell_saved(session, console)
-                    if (balanced := session.balance_heads()) is not None:
-                        console.say(f"heads balanced at step {session.step}: {balanced}")
-        _finish(session, console, valid)
+                valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations before it
+                if _is_over(session) or _due(session.step, session.run.checkpoint.save_interval):
+                    _save(session, console)
+        if not session.stopping:
+            _finish(session, console, valid)
+        if session.stopping:
+            _stop(session, console)
         if session.saver is not None:
             session.saver.wait()
             _tell_saved(session, console)
     finally:
         console.close()
+
+
+def _is_over(session: Session) -> bool:
+    """Whether the last step and the evaluation after it are done."""
+    return session.step >= session.last_step and session.judged == session.step
+
+
+def _save(session: Session, console: Console) -> None:
+    """Save the last step, if there is a run folder, unless that is done."""
+    if session.saver is None or session.saved == session.step:
+        return
+    session.save()
+    _tell_saved(session, console)
+    if (balanced := session.balance_heads()) is not None:
+        console.say(f"heads balanced at step {session.step}: {balanced}")
+
+
+def _stop(session: Session, console: Console) -> None:
+    """The end of a run that was asked to stop."""
+    name, kept = signal.Signals(session.stopping).name, "nothing is kept without --save"
+    if session.saver is not None:
+        _save(session, console)
+        kept = f"go on from it with --load {session.run.checkpoint.save}"
+    console.say(f"stopped at step {session.step} by {name}; {kept}")
 
 
 def _tell_saved(session: Session, console: Console) -> None:
@@ -82,27 +113,57 @@ def _step(session: Session, console: Console, batches: Prefetcher) -> None:
         **per_unit(result.loss, session.dataset.tokenizer.unit),
         "lr": lr,
         "grad_norm": None if result.overflow else result.grad_norm,
+        "skipped": engine.skipped,
         "tokens": session.tokens,
         "tokens_per_second": tokens / (time.monotonic() - began),
         "span_mean": spans.tokens.mean().item(),
         "span_max": spans.tokens.max().item(),
     }
     if (scale := engine.loss_scale) is not None:
-        record |= {"loss_scale": result.loss_scale, "skipped": scale.skipped}
+        record["loss_scale"] = result.loss_scale
     session.metrics.write(record)
     console.step(record)
     if scale is not None and result.overflow:
         console.say(
             f"step {step}: the gradient overflows float16 at loss scale {result.loss_scale:,.0f}, no update is made "
-            f"({scale.skipped} so far); the next step has loss scale {scale.scale:,.0f}"
+            f"({engine.skipped} so far); the next step has loss scale {scale.scale:,.0f}"
         )
+    _guard(session, console, result, block.position)
+
+
+def _guard(session: Session, console: Console, result: StepResult, position: int) -> None:
+    """Tell of a step that was left out, or whose loss jumps, and of the tokens that it read."""
+    where = {"position": position, "stream_length": session.streams.stream_length}
+    tokens = (
+        f"tokens {position:,} to {position + session.streams.seq_length:,} of each of the {session.streams.num_streams} "
+        f"streams of {session.streams.stream_length:,}"
+    )
+    if result.not_finite is not None:
+        session.metrics.write({"kind": "skip", "step": session.step, "reason": result.not_finite, **where})
+        console.say(
+            f"step {session.step}: {result.not_finite}. No update is made ({session.engine.skipped} so far); {tokens}"
+        )
+    elif (typical := session.guard.jump(result.loss)) is not None:
+        record = {"kind": "spike", "step": session.step, "loss": result.loss, "median": typical}
+        session.metrics.write(record | where)
+        console.say(
+            f"step {session.step}: the loss {result.loss:.4f} is {result.loss / typical:.1f} times the median of the "
+            f"last {len(session.guard.losses) - 1}, {typical:.4f}; {tokens}"
+        )
+    session.guard.count(session.step, result.not_finite)
 
 
 def _validate(session: Session, console: Console) -> float | None:
-    """The evaluation on the validation split that is due after this step, if any, and what follows for the rate."""
+    """The evaluation on the validation split that is due after this step, if any, and what follows for the rate.
+
+    None of it where the run is asked to stop meanwhile.
+    """
     run, loss = session.run, None
     if _due(session.step, run.training.eval_interval):
         loss = _evaluate(session, console, "valid", session.dataset.valid)
+        if session.stopping:
+            return None
+    session.judged = session.step
     before, session.plateau = session.plateau, session.plateau.after(run.optimizer, session.step, loss)
     if session.plateau.dropped_at is not None and before.dropped_at is None:
         lr = learning_rate(run.optimizer, run.training.train_iters, session.step + 1, session.step)
@@ -115,12 +176,17 @@ def _validate(session: Session, console: Console) -> float | None:
 
 
 def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> float | None:
-    """Evaluate a split and return its loss; None where it has no block of every stream (the header says so)."""
+    """Evaluate a split and return its loss; None where it has no block of every stream (the header says so), and where
+    the run is asked to stop meanwhile."""
     training = session.run.training
     if not num_evaluation_blocks(len(tokens), training.global_batch_size, training.seq_length):
         return None
     # One rank's number for all: they must never disagree about what follows from it.
-    result = broadcast_object(evaluate(session.engine, tokens, training.eval_iters), session.engine.groups.world)
+    with session.watch.section("in the evaluation", session.run.parallel.evaluation_timeout_minutes):
+        found = evaluate(session.engine, tokens, training.eval_iters, session.agree_to_stop)
+        result = broadcast_object(found, session.engine.groups.world)
+    if result is None:
+        return None
     unit = per_unit(result.loss, session.dataset.tokenizer.unit)
     session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})
     console.say(f"{kind} at step {session.step}: loss {result.loss:.4f} | {session.describe_loss(result.loss)}")
@@ -137,6 +203,8 @@ def _finish(session: Session, console: Console, valid: float | None) -> None:
     entropy, unit = session.dataset.unigram_entropy, session.dataset.tokenizer.unit
     for kind, tokens, known in (("valid", session.dataset.valid, valid), ("test", session.dataset.test, None)):
         loss = _evaluate(session, console, kind, tokens) if known is None else known
+        if session.stopping:
+            return
         if loss is not None and not math.isfinite(loss):
             console.say(f"{kind}: the loss is not finite")
         elif loss is not None and entropy > 0:

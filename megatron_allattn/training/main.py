@@ -1,11 +1,12 @@
 """From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
 
-Exit codes: 0 done; 2 the user's mistake; 4 a gradient that is not finite; 143 SIGTERM; 1 anything else. A user's
-mistake, a full disk or a port in use is one line on the first rank that has it; what is nobody's mistake comes with its
+Exit codes: 0 done; 2 the user's mistake; 3 stopped by a signal, with a checkpoint; 4 what is not finite; 1 anything
+else; 143 or 138 where SIGTERM or SIGUSR1 came and there was no time to stop. A user's mistake, a full disk or a port in use is one line on the first rank that has it; what is nobody's mistake comes with its
 traceback. Of a run whose ranks have lost each other one of them tells who is gone or who waited where
 (parallel/failures.py).
 """
 
+import signal
 import sys
 import time
 import traceback
@@ -29,6 +30,8 @@ from megatron_allattn.parallel.verdict import kind_of
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
+STOPPED = 3  # exit code
+
 
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     """Train as one rank of however many the launcher has started; returns the exit code."""
@@ -36,22 +39,18 @@ def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
         lambda world_size: check_world(run, world_size),
         run.parallel,
         lambda groups, device, watch: _train(run, explicit, groups, device, watch),
-        async_save=run.checkpoint.async_save,
     )
 
 
 def as_rank(
     check: Callable[[int], None],
     parallel: ParallelConfig,
-    body: Callable[[Groups, torch.device, Watch], None],
-    *,
-    async_save: bool = False,
+    body: Callable[[Groups, torch.device, Watch], int],
 ) -> int:
-    """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, and report
-    what goes wrong, on whichever rank.
+    """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, which gives
+    the exit code, and report what goes wrong, on whichever rank.
 
-    check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other ·
-    async_save: as of `make_groups`.
+    check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
     Returns the exit code.
     """
     try:
@@ -60,14 +59,13 @@ def as_rank(
         return report_error(error, first=True)
     try:
         check(info.world_size)
-        groups, device = _meet(info, parallel, async_save)
+        groups, device = _meet(info, parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
     try:
         with watch:
-            body(groups, device, watch)
-        return 0
+            return body(groups, device, watch)
     except (Exception, KeyboardInterrupt) as error:
         return _report_failure(error, watch, groups)
     finally:
@@ -91,17 +89,23 @@ def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
     return ending.exit_code
 
 
-def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device, watch: Watch) -> None:
+def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device, watch: Watch) -> int:
     session = lock = None
+    watch.heed(60 * run.checkpoint.stop_deadline_minutes)
     try:
         own = run.checkpoint.save if groups.rank == 0 else None
-        lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
-        session = opened = open_session(run, explicit, groups, device)
+        with watch.section("in the start-up", run.parallel.startup_timeout_minutes):
+            lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
+            session = opened = open_session(run, explicit, groups, device, watch)
         watch.last_words = lambda ending: _write_failure(opened, ending)
         session.notes += lock.notes if lock is not None else []
         train(session)
         gather_objects(None, groups.world)  # a rank that is gone by now is told of
+        if session.stopping:
+            _write_outcome(session, "stopped", signal.Signals(session.stopping).name)
+            return STOPPED
         _write_outcome(session, "done", session.why_ended)
+        return 0
     except (Exception, KeyboardInterrupt) as error:
         if session is not None:
             _write_failure(session, _ending(error, watch))
@@ -111,7 +115,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
             lock.release()
 
 
-def _meet(info: discovery.RankInfo, parallel: ParallelConfig, async_save: bool) -> tuple[Groups, torch.device]:
+def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
     """Choose this rank's device and make the process groups of a layout. Collective.
 
     Raises ValueError when the layout does not divide the world, LaunchError when the ranks do not meet.
@@ -122,7 +126,8 @@ def _meet(info: discovery.RankInfo, parallel: ParallelConfig, async_save: bool) 
     layout = Layout.from_world(
         info.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
-    return make_groups(layout, timedelta(seconds=seconds), async_save=async_save), device
+    saving = timedelta(minutes=parallel.save_timeout_minutes)
+    return make_groups(layout, timedelta(seconds=seconds), saving), device
 
 
 def report_error(error: BaseException, *, first: bool) -> int:

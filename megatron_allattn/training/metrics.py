@@ -8,7 +8,7 @@ fails later is reported once and left out: it never stops a run.
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,12 @@ class Metrics:
             self._mirrors["wandb"] = _opened("--wandb-project", project, lambda: _wandb(project, config))
 
     def write(self, record: Record) -> None:
-        """Append one record. Raises StorageError when the run folder cannot be written."""
+        """Append one record; a number that is not finite, for which JSON has none, as null. Raises StorageError when the
+        run folder cannot be written."""
+        record = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         if self._path is not None:
             append_json_line(self._path, record)
         for name, mirror in list(self._mirrors.items()):
@@ -60,10 +65,10 @@ class Metrics:
                 del self._mirrors[name]
 
 
-def drop_records_after(folder: Path, step: int, *, finished: bool = False) -> int:
+def drop_records_after(folder: Path, step: int, kinds: Collection[str] = ()) -> int:
     """Remove the records that a run resumed from the checkpoint of `step` makes again; returns how many there were.
 
-    finished: no step is left, and the last evaluations, which come after the last checkpoint, are made again.
+    kinds: those that it makes again of `step` itself.
     """
     path = folder / "metrics.jsonl"
     records = read_json_lines(path)
@@ -71,7 +76,7 @@ def drop_records_after(folder: Path, step: int, *, finished: bool = False) -> in
         record
         for record in records
         if record["step"] < step
-        or (record["step"] == step and (record["kind"] in ("train", "plateau") or not finished))
+        or (record["step"] == step and record["kind"] not in kinds)
     ]
     if path.exists():
         write_json_lines_atomic(path, kept)

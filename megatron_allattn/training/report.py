@@ -1,5 +1,6 @@
 """What a person reads while a run is under way: the header, a line per interval, a progress bar on a terminal."""
 
+import math
 import sys
 import time
 from typing import Any
@@ -104,7 +105,7 @@ class Console:
 
     def __init__(self, session: Session) -> None:
         self._session, self._interval = session, session.run.logging.log_interval
-        self._start = session.step
+        self._start = self._told = session.step
         self._bar = None
         if session.first_rank and sys.stderr.isatty():
             self._bar = tqdm(
@@ -122,7 +123,8 @@ class Console:
 
     def step(self, record: dict[str, Any]) -> None:
         """Tell of a training record: every interval, and at the last step."""
-        self._losses.append(record["loss"])
+        if math.isfinite(record["loss"]):
+            self._losses.append(record["loss"])
         total = self._session.last_step
         if self._bar is not None:
             self._bar.total = total  # a plateau sets it
@@ -134,11 +136,11 @@ class Console:
 
     def _line(self, record: dict[str, Any], total: int) -> str:
         now, step = time.monotonic(), record["step"]
-        loss, count = sum(self._losses) / len(self._losses), len(self._losses)
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
         training = self._session.run.training
-        rate = count * training.global_batch_size * training.seq_length / (now - self._last)
+        rate = (step - self._told) * training.global_batch_size * training.seq_length / (now - self._last)
         left = (now - self._began) / (step - self._start) * (total - step)
-        self._losses, self._last = [], now
+        self._losses, self._last, self._told = [], now, step
         unit = self._session.describe_loss(loss)
         norm = "too large" if record["grad_norm"] is None else f"{record['grad_norm']:.3g}"
         return (

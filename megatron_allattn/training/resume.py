@@ -5,6 +5,7 @@ step, but no place in our data: its streams start at the beginning with empty ca
 the other settings are not ours to compare, and its tokenizer is compared unless all that is known of it is its size.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ _Fixed = dict[str, tuple[str, ...] | None]
 _TRAINING = ("seq_length", "global_batch_size", "seed", "bf16", "fp16")
 _FIXED: _Fixed = {"model": None, "optimizer": None, "training": _TRAINING}
 _FIXED_WITH_PLATEAU: _Fixed = {**_FIXED, "training": (*_TRAINING, "eval_interval", "eval_iters")}  # when it is seen
+# Of that, what --override may change: neither what the state is made of, nor where its data goes on.
+_OVERRIDABLE = {"optimizer": {"optimizer"}, "training": {"seq_length", "global_batch_size", "seed"}}  # all but these
 UNKNOWN_TOKENS = (
     "the checkpoint does not say what its ids mean (it was converted without --vocabulary): the data's tokenizer could "
     "not be compared with its own, only their sizes; if they differ, the loss means nothing"
@@ -31,15 +34,31 @@ UNKNOWN_TOKENS = (
 _FIXED_WHEN_CONVERTED: _Fixed = {"model": None, "optimizer": ("optimizer",)}
 
 
+@dataclass(frozen=True)
+class Change:
+    """A setting that is not what the checkpoint was trained with; overridable: whether --override allows it."""
+
+    field: str
+    then: Any
+    now: Any
+    overridable: bool
+
+    def __str__(self) -> str:
+        return f"{flag(self.field)} {self.then} (now {self.now})"
+
+
 def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
-    """The newest intact step of --load; None where --load is --save and nothing has been saved: the run begins."""
-    load, own = run.checkpoint.load, run.checkpoint.save
+    """The newest step of --load; None where --load is --save and nothing has been saved: the run begins.
+
+    Raises UsageError where it is damaged, unless --load-fallback allows an older one.
+    """
+    load = run.checkpoint.load
     if load is None:
         return None, []
-    new = own is not None and own.absolute() == load.absolute() and not folder.has_saved(load)
-    if new and folder.run_around(load) is None:
+    if run.checkpoint.goes_on and not folder.has_saved(load) and folder.run_around(load) is None:
         return None, []
-    return folder.find_latest(load, check_bytes=True)
+    way_out = None if run.checkpoint.load_fallback else "give --load-fallback to go on from an older step"
+    return folder.find_latest(load, check_bytes=True, way_out=way_out)
 
 
 def is_converted(state: dict[str, Any]) -> bool:
@@ -52,26 +71,50 @@ def knows_its_tokens(state: dict[str, Any]) -> bool:
     return not (is_converted(state) and state["tokenizer"]["type"] == "null")
 
 
-def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> None:
-    """Refuse to go on with another model, other data or another schedule. Raises UsageError listing both values."""
+def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Change]:
+    """Refuse to go on with another model, other data or, without --override, another schedule; what it overrides.
+
+    Raises UsageError listing both values of everything that differs.
+    """
     state = save.read_state(step_folder)
     then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
     fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED_WITH_PLATEAU if style == "plateau" else _FIXED
-    for section, names in fixed.items():
-        for name in names or now[section]:
-            if now[section][name] != then[section][name]:
-                rule = f"{step_folder} was trained with {then[section][name]}"
-                raise usage_error(flag(name), now[section][name], rule, "resume with the same value or start a new run")
+    changes = [
+        Change(name, then[section][name], now[section][name], _is_overridable(section, name))
+        for section, names in fixed.items()
+        for name in names or now[section]
+        if now[section][name] != then[section][name]
+    ]
     implied_end = style in ("linear", "cosine") and run.optimizer.lr_decay_iters is None
     if implied_end and not converted and run.training.train_iters != then["training"]["train_iters"]:
-        rule = f"the decay of {step_folder} ends at {then['training']['train_iters']}"
-        fix = "resume with the same value; a run that may be prolonged sets --lr-decay-iters"
-        raise usage_error("--train-iters", run.training.train_iters, rule, fix)
+        changes.append(Change("train_iters", then["training"]["train_iters"], run.training.train_iters, True))
+    _refuse_changes(changes, step_folder, override=run.checkpoint.override)
     check_data(run.data.data_path, dataset, step_folder, state, same_text=not converted)
     if converted and state["step"] and not TensorReader(step_folder, "optimizer").names:
         rule = f"it was converted at step {state['step']} without its optimizer's state, which a later step needs"
         raise UsageError(f"{step_folder}: {rule}; convert it with that state, or as step 0")
+    return changes
+
+
+def _is_overridable(section: str, name: str) -> bool:
+    return section in _OVERRIDABLE and name not in _OVERRIDABLE[section]
+
+
+def _refuse_changes(changes: list[Change], step_folder: Path, *, override: bool) -> None:
+    refused = [change for change in changes if not (override and change.overridable)]
+    if not refused:
+        return
+    same = "the same value" if len(refused) == 1 else "the same values"
+    other = "give --override" if all(change.overridable for change in refused) else "start a new run"
+    if [change.field for change in refused] == ["train_iters"]:
+        other += ", and --lr-decay-iters for a run that may be prolonged"
+    fix = f"resume with {same} or {other}"
+    if len(refused) == 1:
+        (only,) = refused
+        rule = "the decay of {} ends at {}" if only.field == "train_iters" else "{} was trained with {}"
+        raise usage_error(flag(only.field), only.now, rule.format(step_folder, only.then), fix)
+    raise usage_error("--load", step_folder, f"was trained with {', '.join(map(str, refused))}", fix)
 
 
 def check_data(
@@ -104,7 +147,14 @@ def saved_spans(step_folder: Path, model: ModelConfig) -> Tensor:
     return torch.stack([weights.read(f"layers.{layer}.span").flatten() for layer in range(model.num_layers)])
 
 
-def trim_metrics(run_folder: Path | None, step: int, last_step: int) -> list[str]:
-    """Drop the records that a run resumed at `step` makes again; a note that says so."""
-    dropped = drop_records_after(run_folder, step, finished=step >= last_step) if run_folder is not None else 0
+def trim_metrics(run_folder: Path | None, step: int, *, judged: bool, finished: bool) -> list[str]:
+    """Drop the records that a run resumed at `step` makes again; a note that says so.
+
+    judged: whether its evaluation, if one was due, is in the checkpoint; finished: no step is left, and the last
+    evaluations, which come after the last checkpoint, are made again.
+    """
+    if run_folder is None:
+        return []
+    kinds = [*(() if judged else ("valid", "plateau")), *(("valid", "test") if finished else ())]
+    dropped = drop_records_after(run_folder, step, kinds)
     return [f"metrics.jsonl: records after step {step} are made again (dropped {dropped})"] if dropped else []

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.balance import Balance, balance_heads
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.drift import check_replicas
-from megatron_allattn.engine.finite import NotFinite
+from megatron_allattn.engine.finite import NotFinite, check_fragments
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
@@ -35,9 +36,11 @@ from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import layer_windows, layers_look_back
-from megatron_allattn.parallel.collectives import agree, broadcast_object
+from megatron_allattn.parallel.collectives import agree, all_reduce_max, broadcast_object
+from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
+from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
@@ -56,7 +59,10 @@ T = TypeVar("T")
 
 @dataclass
 class Session:
-    """A run under way. `step` is the last one done; `tokens` how many have been trained on."""
+    """A run under way. `step` is the last one done, `judged` the last one after which validation was looked at, if it
+    was due, `saved` the last one in --save; `tokens`: how many have been trained on; `stopping`: the number of the signal
+    by which any process was asked to stop, once all know of it, 0 before.
+    """
 
     run: RunConfig
     dataset: Dataset
@@ -64,10 +70,19 @@ class Session:
     engine: Engine
     metrics: Metrics
     notes: list[str]
+    watch: Watch
+    stopping: int = 0
     step: int = 0
+    judged: int = 0
+    saved: int = -1
     tokens: int = 0
     plateau: Plateau = field(default_factory=Plateau)
-    saver: Saver | None = None
+    guard: Guard = field(init=False)
+    saver: Saver | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.run.training.max_nonfinite_steps)
+        self.saver = _saver(self.run, self.engine, self.watch)
 
     @property
     def last_step(self) -> int:
@@ -83,6 +98,13 @@ class Session:
     def first_rank(self) -> bool:
         return self.engine.groups.rank == 0
 
+    def agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; once it is so it stays so. Collective."""
+        if not self.stopping:
+            asked = torch.tensor(float(self.watch.signal), device=self.engine.device)
+            self.stopping = int(all_reduce_max(asked, self.engine.groups.world).item())
+        return bool(self.stopping)
+
     def describe_loss(self, loss: float) -> str:
         """The loss in the tokenizer's usual unit: bpc 1.2340 or ppl 20.1000; from a million on, ppl 1.014e+304."""
         return ", ".join(
@@ -94,6 +116,9 @@ class Session:
         """What a checkpoint holds besides tensors."""
         return {
             "tokens": self.tokens,
+            "judged": self.judged,
+            "skipped": self.engine.skipped,
+            "recent_losses": list(self.guard.losses),
             "config": self.run.to_dict(),
             "vocab_size": self.engine.network.vocab_size,
             "tokenizer": self.dataset.tokenizer.to_json(),
@@ -111,10 +136,14 @@ class Session:
         }
 
     def save(self) -> None:
-        """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ."""
+        """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ, NotFinite where
+        anything in it is not finite."""
         assert self.saver is not None
-        check_replicas(self.engine)
-        self.saver.save(self.step, self.state())
+        with self.watch.section("in the save", self.run.parallel.save_timeout_minutes):
+            check_fragments(list(self.engine.fragments()), self.engine.groups)
+            check_replicas(self.engine)
+            self.saver.save(self.step, self.state())
+        self.saved = self.step
 
     def balance_heads(self) -> Balance | None:
         """With `--balance-heads`, place heads by today's spans: after a save and after a load, so that a run that goes
@@ -125,8 +154,13 @@ class Session:
         """Go on from a checkpoint that `check_resume` has accepted. Collective."""
         state = save.read_state(step_folder)
         self.step, self.tokens = state["step"], state["tokens"]
+        self.judged = state.get("judged", self.step)
+        self.engine.skipped = state.get("skipped", 0)
+        self.guard = Guard(self.run.training.max_nonfinite_steps, state.get("recent_losses", ()))
         self.plateau = Plateau(**(state.get("plateau") or {}))
         self.notes.append(f"resumed from {step_folder}")
+        if self.run.checkpoint.goes_on:
+            self.saved = self.step
         if self.step >= self.last_step:
             self.notes.append(f"already at step {self.step} of {self.last_step}: there is nothing left to train")
         if is_converted(state):
@@ -145,7 +179,9 @@ def exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, UsageError) else NotFinite.exit_code if isinstance(error, NotFinite) else 1
 
 
-def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device) -> Session:
+def open_session(
+    run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device, watch: Watch
+) -> Session:
     """Build a run, resumed if asked for. Collective; the first rank holds the run folder's lock.
 
     Raises UsageError; PeerFailed where another rank reports it.
@@ -174,8 +210,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
     source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
-    if step_folder is not None:
-        agreed(lambda: check_resume(run, dataset, step_folder))
+    changes = agreed(lambda: check_resume(run, dataset, step_folder)) if step_folder is not None else []
     metrics = agreed(
         lambda: (
             Metrics(run.checkpoint.save, run.logging, run.to_dict()) if groups.rank == 0 else Metrics(None, None, {})
@@ -184,7 +219,7 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
     agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
-    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped], saver=_saver(run, engine))
+    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped], watch)
     session.notes += _pipeline_notes(groups.pipeline.size, engine.num_slots, engine.micro_batch_size)
     session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
@@ -194,14 +229,19 @@ def open_session(run: RunConfig, explicit: frozenset[str], groups: Groups, devic
         session.resume(step_folder)
         balanced = session.balance_heads()
         session.notes += [f"heads are balanced: {balanced}"] if balanced is not None else []
+        session.notes += [f"--override: it was trained with {change}" for change in changes]
     elif run.checkpoint.load is not None:
         session.notes.append(f"no checkpoint in {run.checkpoint.load} yet: starting from step 0")
     own = run.checkpoint.save if groups.rank == 0 else None
-    session.notes += agreed(lambda: trim_metrics(own, session.step, session.last_step))
+    judged, finished = session.judged == session.step, session.step >= session.last_step
+    session.notes += agreed(lambda: trim_metrics(own, session.step, judged=judged, finished=finished))
+    if changes:
+        told = {change.field: [change.then, change.now] for change in changes}
+        metrics.write({"kind": "override", "step": session.step, "changes": told})
     return session
 
 
-def _saver(run: RunConfig, engine: Engine) -> Saver | None:
+def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
     kept = run.checkpoint
     if kept.save is None:
         return None
@@ -210,7 +250,8 @@ def _saver(run: RunConfig, engine: Engine) -> Saver | None:
         if kept.keep_latest_k:
             folder.retain(run_folder, kept.keep_latest_k, kept.save_retain_interval)
 
-    return Saver(kept.save, engine, asynchronous=kept.async_save, after_commit=retain)
+    section = partial(watch.section, "in the save", run.parallel.save_timeout_minutes)
+    return Saver(kept.save, engine, asynchronous=kept.async_save, section=section, after_commit=retain)
 
 
 def build_engine(
@@ -313,8 +354,7 @@ def _prepare_run_folder(run: RunConfig) -> None:
     run_folder = run.checkpoint.save
     if run_folder is None:
         return
-    resumes = run.checkpoint.load is not None and run.checkpoint.load.absolute() == run_folder.absolute()
-    if not resumes and ((run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()):
+    if not run.checkpoint.goes_on and ((run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
     folder.prepare_run_folder(run_folder)

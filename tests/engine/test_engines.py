@@ -1,17 +1,17 @@
 """DeepSpeed's engine against the plain one: half precision, evaluation that leaves no trace, cache slots, span loss."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.data.streams import TokenStreams
-from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
-from tests.support.spoiled import spoil
+from tests.support.spoiled import changed_loss, spoiled
 from tests.support.trajectories import MODEL, Case, build, run_config
 
 TOKENS = np.random.default_rng(7).integers(0, 61, 8 * 32 * 40).astype(np.uint8)
@@ -120,34 +120,48 @@ def test_a_rank_knows_its_parameters_at_zero_3_too(pools: WorkerPools) -> None:
     assert pools(2).run(_local_parameters, whole) == pools(2).run(_local_parameters, parted) == [count, count]
 
 
-def _spoiled(rank: int, world_size: int, case: Case) -> str:
-    """What a step says in which one rank's gradient has a number that is none."""
-    engine = build(case, VOCAB)
-    block = TokenStreams(TOKENS, 8, 32, 1).next_block(engine.streams)
-    before = {logical.name: tensor.numpy().tobytes() for logical, tensor in engine.weights()}
-    if rank == world_size - 1:
-        weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
-        spoil(weight)
-    try:
-        engine.train_step(block.inputs, block.targets, 1, 1e-3, engine.spans())
-    except (NotFinite, PeerFailed) as error:
-        assert before == {logical.name: tensor.numpy().tobytes() for logical, tensor in engine.weights()}
-        return str(error) if isinstance(error, NotFinite) else "peer"
-    return "went on"
+def _held(engine: Engine) -> dict[str, bytes]:
+    """All that a step changes."""
+    tensors = {logical.name: tensor for logical, tensor in engine.weights()} | dict(engine.optimizer_state())
+    tensors |= {name: cache for name, cache in engine.caches() if cache is not None}
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | None, list[bool], int]:
+    """Of four steps, in the second of which one rank's gradient (or loss) is not a number: what that says, which of them
+    changed anything, and how many updates there were."""
+    engine, streams, said, moved = build(case, VOCAB), TokenStreams(TOKENS, 8, 32, 1), [], []
+    weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
+    for step in range(1, 5):
+        block, before = streams.next_block(engine.streams), _held(engine)
+        with ExitStack() as stack:
+            if step == 2 and rank == world_size - 1:
+                spoil = spoiled(weight) if what == "gradient" else changed_loss(engine, lambda loss: loss + float("inf"))
+                stack.enter_context(spoil)
+            result = engine.train_step(block.inputs, block.targets, step, 1e-3, engine.spans())
+        said.append(result.not_finite)
+        moved.append(_held(engine) != before)
+    assert said[0] is said[2] is said[3] is None and engine.skipped == 1
+    return said[1], moved, engine.optimizer.param_groups[0].get("step", 3)
 
 
 @pytest.mark.parametrize(
     "case",
     [
+        Case(1, 2, 0, 1, "adam"),
+        Case(1, 2, 0, 2, "adagrad", "float32", "deepspeed"),
+        Case(2, 1, 3, 1, "adam", "float32", "deepspeed"),
         *(Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed") for zero in range(4)),
         Case(1, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2),
         *(Case(1, 2, zero, 1, "adagrad", dtype, "deepspeed", offload=True) for zero in (1, 2, 3) for dtype in DTYPES),
     ],
     ids=str,
 )
-def test_a_gradient_that_is_not_a_number_ends_the_run(case: Case, pools: WorkerPools) -> None:
-    """In bfloat16 and with offload, too, where DeepSpeed by itself would leave out the step and say nothing."""
-    peer, line = pools(2).run(_spoiled, case)
-    where, layer = ("stage 2 of the pipeline group", 2) if case.pipeline > 1 else ("data group", 0)
-    expected = f"step 1: the gradient is not finite on rank 1 ({where} [0, 1]): layers.{layer}.query.weight. The update"
-    assert (peer, line[: len(expected)]) == ("peer", expected)
+def test_a_step_with_what_is_not_a_number_leaves_nothing(case: Case, pools: WorkerPools) -> None:
+    """Neither weights nor the optimizer's state nor caches change on any rank, which all say why; the next step does."""
+    kind = "tensor group" if case.tensor > 1 else "data group"
+    where, layer = ("stage 2 of the pipeline group", 2) if case.pipeline > 1 else (kind, 0)
+    gradient = f"the gradient is not finite on rank 1 ({where} [0, 1]): layers.{layer}.query.weight"
+    updates = 3 if case.optimizer == "adam" else 4
+    for what, said in (("gradient", gradient), ("loss", f"the loss is not finite on rank 1 ({where} [0, 1])")):
+        assert pools(2).run(_spoiled, case, what) == [(said, [True, False, True, True], updates)] * 2

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,7 @@ class Ended:
 
 
 class Runs:
-    """Starts runs whose rank RANK has a fault at step 3."""
+    """Starts runs whose rank RANK has a fault, at step 3 unless it says when."""
 
     def __init__(self, folder: Path, data: Path, template: Template) -> None:
         self.folder, self._template = folder, template
@@ -38,17 +40,21 @@ class Runs:
 
     def plain(self, count: int, rank: int, fault: str, *flags: str) -> Ended:
         """As processes that plain environment variables bring together. AssertionError when one does not end."""
+        with self.started(count, rank, fault, *flags) as programs:
+            return ended(programs)
+
+    @contextmanager
+    def started(self, count: int, rank: int, fault: str, *flags: str) -> Iterator[list[Program]]:
+        """The same, under way."""
         shared, programs = world(count) | PATH, []
         try:
             for own in range(count):
                 env = environment(shared | {"RANK": str(own), "LOCAL_RANK": str(own)})
                 programs.append(Program(self._command(rank, fault, flags), self.folder, env, self._template))
-            deadline = time.monotonic() + TIMEOUT + SLACK + 10 * count
-            ranks = [program.wait(deadline - time.monotonic()) for program in programs]
+            yield programs
         finally:
             for program in programs:
                 program.__exit__()
-        return Ended(ranks, [line for done in ranks for line in errors(done)])
 
     def torchrun(self, count: int, rank: int, fault: str, *flags: str) -> Finished:
         """Under torchrun."""
@@ -58,7 +64,24 @@ class Runs:
 
     def _command(self, rank: int, fault: str, flags: tuple[str, ...]) -> list[str]:
         minutes = ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
-        return [sys.executable, FAULTY, str(rank), "3", fault, *self._flags, *minutes, *flags]
+        when = fault if "@" in fault else f"{fault}@3"
+        return [sys.executable, FAULTY, str(rank), when, *self._flags, *minutes, *flags]
+
+
+def ended(programs: list[Program]) -> Ended:
+    """How they end. AssertionError when one does not."""
+    deadline = time.monotonic() + TIMEOUT + SLACK + 10 * len(programs)
+    ranks = [program.wait(deadline - time.monotonic()) for program in programs]
+    return Ended(ranks, [line for done in ranks for line in errors(done)])
+
+
+def until(program: Program, text: str) -> None:
+    """Wait until it has printed this. AssertionError when it ends before."""
+    deadline = time.monotonic() + SLACK
+    while text not in program.stdout:
+        alive = program.process.poll() is None
+        assert alive and time.monotonic() < deadline, f"no {text!r}:\n{program.stdout}{program.stderr}"
+        time.sleep(0.02)
 
 
 def errors(done: Finished) -> list[str]:

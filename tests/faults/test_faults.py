@@ -13,6 +13,7 @@ from tests.support.commands import outcome
 
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")
+ONE = ("--max-nonfinite-steps", "1")
 ZERO0, ZERO3 = ("--zero-stage", "0"), ("--zero-stage", "3")
 KILLED = -signal.SIGKILL
 
@@ -41,14 +42,14 @@ def test_an_exception_in_a_stage_is_told_by_it_alone(runs: Runs) -> None:
 
 
 def test_a_gradient_that_is_not_a_number_in_a_stage(runs: Runs) -> None:
-    ended = runs.plain(2, 1, "nan", *PP2)
+    ended = runs.plain(2, 1, "nan", *PP2, *ONE)
     assert ended.codes == [4, 4]
     (line,) = ended.errors
     assert line.startswith(
         "error: step 3: the gradient is not finite on rank 1 (stage 2 of the pipeline group [0, 1]): "
         "layers.2.query.weight. "
     )
-    assert outcome(runs.folder / "run") == {"outcome": "guard", "step": 2, "reason": line.removeprefix("error: ")}
+    assert outcome(runs.folder / "run") == {"outcome": "guard", "step": 3, "reason": line.removeprefix("error: ")}
 
 
 def test_a_collective_of_one_shard_alone(runs: Runs) -> None:
@@ -67,7 +68,7 @@ SAID = {
     "nan": r"error: step 3: the gradient is not finite on rank {rank} \([^)]*\): layers\.\d\.query\.weight\. ",
     "unmatched": r"error: the ranks waited for each other in vain: (.*; )?rank {rank} [^;]*in the world group",
     "stall": r"error: the ranks waited for each other in vain: (rank \d gave up after 15 s [^;]*; )+"
-    r"rank {rank} was at support/faulty.py:\d+ \(strike\)$",
+    r"rank {rank} was at support/faulty.py:\d+ \(strike\), in the step$",
 }
 
 
@@ -81,7 +82,7 @@ SAID = {
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_every_fault_at_every_layout(runs: Runs, count: int, flags: tuple[str, ...], fault: str, first: bool) -> None:
     rank = 0 if first else count - 1
-    ended = runs.plain(count, rank, fault, *flags)
+    ended = runs.plain(count, rank, fault, *flags, *ONE)
     code = 4 if fault == "nan" else 1
     assert ended.codes == [KILLED if fault == "kill" and own == rank else code for own in range(count)]
     (line,) = ended.errors
@@ -93,7 +94,7 @@ def test_every_fault_at_every_layout(runs: Runs, count: int, flags: tuple[str, .
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("fault", ["kill", "raise", "nan"])
 def test_under_a_launcher_that_ends_all_ranks_once_one_has_ended(runs: Runs, rank: int, fault: str) -> None:
-    done = runs.torchrun(4, rank, fault, *TP2, *PP2)
+    done = runs.torchrun(4, rank, fault, *TP2, *PP2, *ONE)
     assert (done.returncode, done.left) == (1, [])
     (line,) = errors(done)
     assert re.match(SAID[fault].format(rank=rank), line) and re.search(r"group \[\d", line), line

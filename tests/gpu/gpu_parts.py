@@ -420,10 +420,10 @@ def _float16(engine: Engine, tokens: np.ndarray, single: list[float], sizes: Siz
     last, fallen = learned(losses)
     yield Row(
         f"{part}, {steps} steps",
-        "passed" if fallen <= FALLEN and scale.skipped < steps // 4 else "failed",
+        "passed" if fallen <= FALLEN and engine.skipped < steps // 4 else "failed",
         f"loss {losses[0]:.3f} → {last:.3f} nats, {fallen:.2f} of the first (≤ {FALLEN}); "
-        f"loss scale {scale.scale:,.0f}, {scale.skipped} updates left out (< {steps // 4})",
-        {"losses": losses, "fallen": fallen, "loss_scale": scale.scale, "skipped": scale.skipped},
+        f"loss scale {scale.scale:,.0f}, {engine.skipped} updates left out (< {steps // 4})",
+        {"losses": losses, "fallen": fallen, "loss_scale": scale.scale, "skipped": engine.skipped},
     )
 
 

@@ -59,7 +59,7 @@ def _rank(what: str) -> int:
     meet = discovery.initialize
     discovery.initialize = lambda info, _, device: meet(info, PATIENCE, device)
     limits = ParallelConfig(distributed_timeout_minutes=SECONDS / 60)
-    return as_rank(lambda _: None, limits, lambda groups, _, watch: _body(what, groups, watch))
+    return as_rank(lambda _: None, limits, lambda groups, _, watch: _body(what, groups, watch) or 0)
 
 
 @contextmanager

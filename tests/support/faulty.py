@@ -1,18 +1,27 @@
-"""`pretrain.py` with a fault on one rank: `python faulty.py RANK STEP FAULT [flags of pretrain.py]`.
+"""`pretrain.py` with faults on one rank: `python faulty.py RANK FAULT@STEP[,FAULT@STEP…] [flags of pretrain.py]`.
 
-The fault comes at the beginning of a step (from 1), `nan` in its backward pass:
+The fault comes in this step (from 1), with a `-` after it in every one from there on; STEP may also be start,
+evaluation (before every block of it) or save. At its beginning:
 
     kill       the process is gone, as by the kernel's memory killer
     raise      an exception
-    nan        a gradient that is not a number, of the first tensor that this rank alone holds
     unmatched  a collective of all ranks in which no other rank takes part
     stall      the process goes on, and does not come
+    pause      it comes 3 seconds late
+    freeze     it is stopped, as by SIGSTOP
+
+and while it is computed:
+
+    nan        a gradient that is not a number, of the first tensor that this rank alone holds
+    inf        an infinite loss
+    times5     a loss five times as high
 """
 
 import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pretrain
@@ -23,36 +32,65 @@ def strike(engine: Any, fault: str) -> None:
     import torch
 
     from megatron_allattn.parallel.collectives import all_reduce
-    from tests.support.spoiled import spoil
 
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "raise":
         raise ArithmeticError("as if\na kernel had failed")
-    elif fault == "nan":
-        weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
-        spoil(weight)
     elif fault == "unmatched":
         all_reduce(torch.ones(3), engine.groups.world)
     elif fault == "stall":
         time.sleep(1000)
-    else:
-        raise ValueError(fault)
+    elif fault == "pause":
+        time.sleep(3)
+    elif fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def spoiled_step(engine: Any, fault: str) -> AbstractContextManager[None]:
+    from tests.support.spoiled import changed_loss, spoiled
+
+    if fault == "nan":
+        return spoiled(
+            next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
+        )
+    if fault in ("inf", "times5"):
+        return changed_loss(engine, lambda loss: loss * 5 if fault == "times5" else loss + float("inf"))
+    return nullcontext()
+
+
+def comes(step: str, number: int) -> bool:
+    """Whether a fault of this STEP comes in this one."""
+    if not step[0].isdigit():
+        return False
+    return number >= int(step[:-1]) if step.endswith("-") else number == int(step)
 
 
 def main() -> int:
     from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 
-    rank, step, fault = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, faults = int(sys.argv[1]), [fault.split("@") for fault in sys.argv[2].split(",")]
     true_step = DeepSpeedEngine.train_step
 
+    def strikes_at(place: str, true: Any) -> Any:
+        def method(self: DeepSpeedEngine, *arguments: Any) -> Any:
+            for fault in [fault for fault, step in faults if step == place and self.groups.rank == rank]:
+                strike(self, fault)
+            return true(self, *arguments)
+
+        return method
+
     def train_step(self: DeepSpeedEngine, inputs: Any, targets: Any, number: int, *rest: Any) -> Any:
-        if number == step and self.groups.rank == rank:
+        now = [fault for fault, step in faults if comes(step, number)] if self.groups.rank == rank else []
+        for fault in now:
             strike(self, fault)
-        return true_step(self, inputs, targets, number, *rest)
+        with spoiled_step(self, now[0]) if now else nullcontext():
+            return true_step(self, inputs, targets, number, *rest)
 
     DeepSpeedEngine.train_step = train_step  # type: ignore[method-assign]
-    return pretrain.main(sys.argv[4:])
+    for place, name in (("start", "_allocate_state"), ("evaluation", "evaluate_block"), ("save", "fragments")):
+        setattr(DeepSpeedEngine, name, strikes_at(place, getattr(DeepSpeedEngine, name)))
+    return pretrain.main(sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def test_last_evaluations_are_made_again_only_when_no_step_is_left(tmp_path: Pat
     records = written(tmp_path)
     assert drop_records_after(tmp_path, 5) == 0
     assert lines(tmp_path) == records
-    assert drop_records_after(tmp_path, 5, finished=True) == 2
+    assert drop_records_after(tmp_path, 5, ("valid", "test")) == 2
     assert lines(tmp_path) == records[:6]
 
 
@@ -177,7 +177,7 @@ def test_a_plateau_at_the_last_step_is_not_made_again(tmp_path: Path) -> None:
     records = [{"kind": kind, "step": 5} for kind in ("train", "valid", "plateau", "test")]
     for record in records:
         Metrics(tmp_path, None, {}).write(record)
-    drop_records_after(tmp_path, 5, finished=True)
+    drop_records_after(tmp_path, 5, ("valid", "test"))
     assert lines(tmp_path) == [records[0], records[2]]
 
 

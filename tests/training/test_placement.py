@@ -12,6 +12,7 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_allattn.config.run import CheckpointConfig
 from megatron_allattn.parallel.logical import in_order
+from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, _reach, open_session
 from tests.support.commands import corpus, records
@@ -51,7 +52,7 @@ def opened(run: RunConfig, world_size: int) -> Session:
     """With the processes that tensor and pipeline parallelism leave over for replicas."""
     tensor, pipeline = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
     groups = groups_of(tensor, world_size // tensor // pipeline, pipeline)
-    return open_session(run, frozenset(), groups, torch.device("cpu"))
+    return open_session(run, frozenset(), groups, torch.device("cpu"), Watch(groups, 60.0))
 
 
 def _begin(rank: int, world_size: int, run: RunConfig) -> None:

@@ -21,6 +21,7 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.registry import choose_backend
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import ALONE, single_process_groups
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.metrics import Metrics
@@ -65,12 +66,14 @@ def start(run: RunConfig) -> Session:
     network = Network(run.model, dataset.tokenizer.vocab_size, ALONE, FusedOps("torch"), attend).double()
     initialize(network, training.seed)
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float64, FusedOps("torch"))
-    session = Session(run, dataset, streams, engine, Metrics(own, None, {}), [])
+    watch = Watch(engine.groups, 60.0)
+    session = Session(run, dataset, streams, engine, Metrics(own, None, {}), [], watch)
     step_folder, _ = find_checkpoint(run)
     if step_folder is not None:
         check_resume(run, dataset, step_folder)
         session.resume(step_folder)
-    session.notes += trim_metrics(own, session.step, session.last_step)
+    finished = session.step >= session.last_step
+    session.notes += trim_metrics(own, session.step, judged=session.judged == session.step, finished=finished)
     return session
 
 
@@ -169,8 +172,7 @@ def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, 
 def test_a_loss_that_is_not_finite_is_compared_with_nothing(
     alone: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "new").mkdir()
-    session = start(replace(alone, checkpoint=replace(alone.checkpoint, save=tmp_path / "new")))
+    session = start(replace(alone, checkpoint=CheckpointConfig(), training=replace(alone.training, train_iters=4)))
     weights = {logical.name: parameter for logical, parameter in session.engine.network.logical_parameters()}
     weights["output.bias"].data.fill_(float("nan"))
     train(session)

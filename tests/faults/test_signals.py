@@ -1,0 +1,124 @@
+"""SIGTERM and SIGUSR1: all ranks stop at one step, which is saved, and the run goes on from there as if nothing had been."""
+
+import os
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from tests.faults.conftest import Ended, Runs, ended, until
+from tests.support.commands import outcome, records
+
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")
+ZERO3 = ("--zero-stage", "3")
+ENDLESS = ("--train-iters", "100000", "--attention-dropout", "0.2")
+NEVER = "pause@0"
+ORDERS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}
+
+
+def stopped(
+    runs: Runs, flags: Sequence[str], number: signal.Signals, whom: Sequence[int], *, count: int = 2, after: str = "step 4/"
+) -> Ended:
+    """A run of which these ranks get a signal once the first has said this."""
+    with runs.started(count, 0, NEVER, *ENDLESS, *flags) as programs:
+        until(programs[0], after)
+        for rank in whom:
+            os.kill(programs[rank].process.pid, number)
+        return ended(programs)
+
+
+def check(runs: Runs, end: Ended, name: str) -> int:
+    """That it has stopped as it should; the step."""
+    assert set(end.codes) == {3} and end.errors == []
+    told = outcome(runs.folder / "run")
+    assert (told["outcome"], told["reason"]) == ("stopped", name)
+    step = told["step"]
+    assert (runs.folder / "run" / "latest").read_text() == f"step_{step:08d}"
+    assert f"stopped at step {step} by {name}; go on from it with --load run\n" in end.ranks[0].stdout
+    return step
+
+
+def trained(runs: Runs) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if name != "tokens_per_second"}
+        for record in records(runs.folder / "run")
+    ]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(
+    ("flags", "whom"),
+    [
+        (TP2, [1]),
+        *(pytest.param(*row, marks=pytest.mark.faults) for row in ((TP2, [0]), (ZERO3, [0, 1]), (PP2, [1]), (PP2, [0]))),
+    ],
+)
+def test_one_signal_stops_all_ranks_at_one_step(
+    runs: Runs, flags: tuple[str, ...], whom: list[int], name: str
+) -> None:
+    step = check(runs, stopped(runs, flags, ORDERS[name], whom), name)
+    before = trained(runs)
+    assert [record["step"] for record in before] == list(range(1, step + 1))
+    more = ("--train-iters", str(step + 3), "--attention-dropout", "0.2", *flags)
+    assert runs.plain(2, 0, NEVER, *more, "--load", "run").codes == [0, 0]
+    resumed = [record for record in trained(runs) if record["kind"] == "train"]
+    assert runs.plain(2, 0, NEVER, *more, "--save", "whole").codes == [0, 0]
+    whole = [
+        {key: value for key, value in record.items() if key != "tokens_per_second"}
+        for record in records(runs.folder / "whole")
+        if record["kind"] == "train"
+    ]
+    assert resumed == whole
+
+
+def test_one_process_stops_too(runs: Runs) -> None:
+    check(runs, stopped(runs, (), signal.SIGTERM, [0], count=1), "SIGTERM")
+
+
+def test_a_second_signal_changes_nothing(runs: Runs) -> None:
+    check(runs, stopped(runs, TP2, signal.SIGTERM, [0, 1, 1, 0, 1]), "SIGTERM")
+
+
+def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs) -> None:
+    """The evaluation of step 4 is broken off; its record comes from the second start, and all else is the same."""
+    slow = ("--eval-interval", "4", "--train-iters", "8", "--save-interval", "2")
+    with runs.started(2, 0, "pause@evaluation", *slow, *TP2) as programs:
+        until(programs[0], "step 4/")
+        os.kill(programs[1].process.pid, signal.SIGTERM)
+        end = ended(programs)
+    assert check(runs, end, "SIGTERM") == 4
+    assert [record["kind"] for record in trained(runs)] == ["train"] * 4
+    assert runs.plain(2, 0, NEVER, *slow, *TP2, "--load", "run").codes == [0, 0]
+    resumed = trained(runs)
+    assert runs.plain(2, 0, NEVER, *slow, *TP2, "--save", "whole").codes == [0, 0]
+    runs.folder.joinpath("run").rename(runs.folder / "stopped")
+    runs.folder.joinpath("whole").rename(runs.folder / "run")
+    assert resumed == trained(runs)
+
+
+def test_a_signal_in_a_save(runs: Runs) -> None:
+    with runs.started(2, 1, "pause@save", *ENDLESS, *TP2, "--save-interval", "3") as programs:
+        until(programs[0], "step 3/")
+        os.kill(programs[0].process.pid, signal.SIGUSR1)
+        end = ended(programs)
+    assert check(runs, end, "SIGUSR1") in (3, 4)
+
+
+def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
+    with runs.started(2, 1, "stall@5", *ENDLESS, *TP2, "--stop-deadline-minutes", "0.1") as programs:
+        until(programs[0], "step 4/")
+        os.kill(programs[0].process.pid, signal.SIGTERM)
+        end = ended(programs)
+    assert end.codes[0] == 143
+    (line,) = end.errors
+    assert line.startswith("error: the run was ended by SIGTERM: rank 0 got SIGTERM and had not stopped after 6 s in the ")
+    assert ", in the step" in line
+
+
+def test_a_signal_where_a_rank_is_gone_is_answered_at_once(runs: Runs) -> None:
+    with runs.started(2, 1, "freeze@5", *ENDLESS, *TP2) as programs:
+        until(programs[0], "step 4/")
+        os.kill(programs[0].process.pid, signal.SIGTERM)
+        assert programs[0].wait(60.0).returncode == 143
+        assert "error: rank 1 is gone: rank 0 got SIGTERM and had not stopped after 5 s in the " in programs[0].stderr
