@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from megatron_allattn.checkpoint import adaptive_span
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
-from megatron_allattn.checkpoint.conversion import SavedRun, converted_state, read_run, write_run
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig, UsageError, parse
@@ -57,7 +57,7 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     tokenizer = read_tokenizer(given.vocabulary, run.model, found.model.vocab_size)
     described = (tokenizer.to_json(), tokenizer.fingerprint)
     state = converted_state(run, found.step, tokenizer.vocab_size, *described, found.source)
-    write_run(output, run, found.step, state, found.model.weights.items(), found.state.items())
+    write_run(output, run, found.step, state, Tensors.of(found.model.weights), Tensors.of(found.state))
     parameters = sum(weight.numel() for weight in found.model.weights.values())
     lines = [
         f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_allattn.checkpoint.header import TensorInfo
-from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, file_name, write_tensors
+from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, cut, file_name, write_tensors
 from megatron_allattn.engine.fragments import KINDS, Fragment, Join, Stored
 from megatron_allattn.parallel.collectives import agree, gather_objects
 from megatron_allattn.parallel.groups import Group
@@ -54,26 +54,12 @@ def plan(fragments: Sequence[Fragment], group: Group, max_bytes: int = DEFAULT_M
     by_writer: list[list[PlannedFile]] = [[] for _ in range(group.size)]
     for kind in KINDS:
         tensors = sorted((stored for stored in ranges if stored.kind == kind), key=lambda stored: stored.order)
-        parts = _cut(tensors, max_bytes)
+        parts = cut(tensors, lambda stored: describe(stored).num_bytes, max_bytes)
         for number, part in enumerate(parts):
             writer = number * group.size // len(parts)
             planned = [(stored, ranges[stored]) for stored in part]
             by_writer[writer].append(PlannedFile(file_name(kind, number + 1), planned, writer))
     return [[file for file in turn if file is not None] for turn in zip_longest(*by_writer)]
-
-
-def _cut(tensors: list[Stored], max_bytes: int) -> list[list[Stored]]:
-    """Tensors by file: as many as fit, in order; one that is larger alone."""
-    parts: list[list[Stored]] = []
-    room = -1
-    for stored in tensors:
-        size = describe(stored).num_bytes
-        if size > room:
-            parts.append([])
-            room = max_bytes
-        parts[-1].append(stored)
-        room -= size
-    return parts
 
 
 def describe(stored: Stored) -> TensorInfo:

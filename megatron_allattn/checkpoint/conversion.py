@@ -8,10 +8,10 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,11 +19,23 @@ from torch import Tensor
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder, write_json_atomic
+from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.save import read_config, read_state
-from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
+from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
 from megatron_allattn.config import RunConfig
 
-Tensors = Iterable[tuple[str, Tensor]]
+
+@dataclass(frozen=True)
+class Tensors:
+    """What tensors there are, in their order, and how one is read."""
+
+    infos: list[TensorInfo]
+    read: Callable[[str], Tensor]
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> Self:
+        """Tensors that are in memory."""
+        return cls([info_of(name, tensor) for name, tensor in tensors.items()], tensors.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -87,13 +99,11 @@ def write_run(
         temporary.mkdir()
     try:
         step_folder = folder.begin(temporary, step)
+        hashes: dict[str, str] = {}
         for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
-            files = TensorFiles(step_folder, prefix)
-            for name, tensor in tensors:
-                files.add(name, tensor)
-            files.close()
+            hashes |= write_files(step_folder, prefix, tensors.infos, tensors.read)
         write_json_atomic(step_folder / "state.json", {"step": step, **state})
-        folder.commit(step_folder, step)
+        folder.commit(step_folder, step, hashes=hashes)
         write_json_atomic(temporary / "config.json", run.to_dict())
         with storage_errors(output, 0):
             os.rename(temporary, output)

@@ -33,6 +33,7 @@ from megatron_allattn.config.errors import UsageError
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
 MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
 _OWN_TEMPORARY = re.compile(r"\.(step_\d{8,})\.(tmp|old)-\d+")
@@ -139,9 +140,7 @@ class Damaged(UsageError):
         self.folder = folder
 
 
-def find_latest(
-    run_folder: Path, *, check_bytes: bool = False, way_out: str | None = None
-) -> tuple[Path, list[str]]:
+def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | None = None) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
     A step whose save has not ended is passed over, and so is one that is damaged unless there is a `way_out` to name:
@@ -316,24 +315,41 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     expected, found = (folder / MARKER).read_text(errors="replace").strip(), hashlib.sha256(content).hexdigest()
     if expected != found:
         raise UsageError(f"{folder / MANIFEST}: damaged: expected SHA-256 {expected} (from {MARKER}), found {found}")
-    manifest = json.loads(content)
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise UsageError(
-            f"{folder / MANIFEST}: expected {FORMAT} version {VERSION}, "
-            f"found {manifest.get('format')} version {manifest.get('version')}"
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{folder / MANIFEST}: expected JSON, found: {error}") from error
+    if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+        found = (
+            f"{manifest.get('format')} version {manifest.get('version')}" if isinstance(manifest, dict) else "no object"
         )
-    if (step := _step_of(folder)) >= 0 and manifest["step"] != step:
+        raise UsageError(f"{folder / MANIFEST}: expected {FORMAT} version {VERSION}, found {found}")
+    if (step := _step_of(folder)) >= 0 and manifest.get("step") != step:
         raise UsageError(
-            f"{folder / MANIFEST}: expected step {step} (from the folder's name), found {manifest['step']}"
+            f"{folder / MANIFEST}: expected step {step} (from the folder's name), found {manifest.get('step')}"
         )
+    _check_entries(folder, manifest.get("files"))
     return manifest
+
+
+def _check_entries(folder: Path, files: Any) -> None:
+    """Plain names, each with a size and a hash: whoever wrote the manifest, nothing outside the folder is looked at."""
+    if not isinstance(files, dict):
+        raise UsageError(f"{folder / MANIFEST}: expected an object of files, found {type(files).__name__}")
+    for name, entry in files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise UsageError(f"{folder / MANIFEST}: expected names of files in this folder, found {name!r}")
+        entry = entry if isinstance(entry, dict) else {}
+        if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+            raise UsageError(f"{folder / MANIFEST}: expected bytes and sha256 of {name}, found {entry!r}")
 
 
 def _check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise UsageError(f"{path}: expected a file of {entry['bytes']:,} bytes, found none")
+        if path.is_symlink() or not path.is_file():
+            found = "a symbolic link" if path.is_symlink() else "none"
+            raise UsageError(f"{path}: expected a file of {entry['bytes']:,} bytes, found {found}")
         if (found := path.stat().st_size) != entry["bytes"]:
             raise UsageError(f"{path}: damaged: expected {entry['bytes']:,} bytes, found {found:,}")
 

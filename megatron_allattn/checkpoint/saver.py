@@ -22,7 +22,8 @@ from megatron_allattn.parallel.logical import LogicalTensor, Placement
 class Saver:
     """Saves what `engine` holds in a run folder; its methods are collective, but for `finished`.
 
-    asynchronous: on a thread; section: what is saved is saved in one; after_commit: is called with the run folder on the first rank once a step is complete.
+    asynchronous: on a thread; section: in which everything is saved; after_commit: is called with the run folder on the
+    first rank once a step is complete.
     """
 
     def __init__(

@@ -1,15 +1,16 @@
 """Named tensors ↔ several safetensors files PREFIX-00001.safetensors, …, each bounded in size. Nothing is pickled.
 
-Tensors are logical and complete: no rank, shard or layout appears in names or shapes. They arrive one at a time; a file
-is written as soon as the next tensor would take it over the bound, tensor by tensor without a second copy, so that one
-bound's worth is held in memory (a tensor above the bound gets a file alone). Values come back bit for bit.
+Tensors are logical and complete: no rank, shard or layout appears in names or shapes. They are written one at a time,
+in their order, as many into a file as its bound allows (a tensor above the bound gets a file alone); so one tensor is
+held in memory. Values come back bit for bit.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from megatron_allattn.checkpoint.files import storage_errors
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
 from megatron_allattn.config.errors import UsageError
 
+T = TypeVar("T")
 DEFAULT_MAX_BYTES = 256 * 2**20
 DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -33,46 +35,38 @@ DTYPE_NAMES = {
 }
 
 
-class TensorFiles:
-    """Write tensors to FOLDER/PREFIX-00001.safetensors and so on: `add` each one, then `close`.
+def write_files(
+    folder: Path,
+    prefix: str,
+    infos: Sequence[TensorInfo],
+    read: Callable[[str], torch.Tensor],
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> dict[str, str]:
+    """Write FOLDER/PREFIX-00001.safetensors and so on; the SHA-256 of every file by its name.
 
-    A failed write (StorageError) leaves a partial file: the caller removes the whole temporary folder (folder.abort).
+    read: a tensor by its name, of any device and layout of memory; each is asked for when the one before it is written.
+    Raises StorageError, which leaves a partial file: the caller removes the whole temporary folder (folder.abort).
     """
+    assert re.fullmatch(r"[A-Za-z0-9_]+", prefix), f"prefix {prefix!r}: letters, digits and _ only"
+    hashes = {}
+    for number, part in enumerate(cut(infos, lambda info: info.num_bytes, max_bytes), start=1):
+        tensors = (read(info.name).detach().cpu().contiguous() for info in part)
+        hashes[file_name(prefix, number)] = write_tensors(folder / file_name(prefix, number), part, tensors)
+    return hashes
 
-    def __init__(self, folder: Path, prefix: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        assert re.fullmatch(r"[A-Za-z0-9_]+", prefix), f"prefix {prefix!r}: letters, digits and _ only"
-        self._folder, self._prefix, self._max_bytes = folder, prefix, max_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._num_files = 0
-        self._file_of: dict[str, str] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a copy of `tensor` (any device and layout of memory); it may be changed or freed afterwards."""
-        assert name not in self._file_of and name not in self._pending, f"tensor {name} was added twice"
-        assert tensor.dtype in DTYPE_NAMES, f"tensor {name}: {tensor.dtype} has no safetensors name"
-        num_bytes = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
-            self._write_pending()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        copy.copy_(tensor.detach())
-        self._pending[name] = copy
-        self._pending_bytes += num_bytes
-
-    def close(self) -> dict[str, str]:
-        """Write what is left; returns the file's name for every tensor's name."""
-        if self._pending:
-            self._write_pending()
-        return dict(self._file_of)
-
-    def _write_pending(self) -> None:
-        # Wide types first, as the safetensors library does, so that every tensor starts at a multiple of its item size.
-        names = sorted(self._pending, key=lambda name: (-self._pending[name].element_size(), name))
-        self._num_files += 1
-        path = self._folder / file_name(self._prefix, self._num_files)
-        write_tensors(path, [info_of(name, self._pending[name]) for name in names], map(self._pending.pop, names))
-        self._file_of.update(dict.fromkeys(names, path.name))
-        self._pending_bytes = 0
+def cut(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int) -> list[list[T]]:
+    """Items by file: as many as fit, in order; one that is larger alone."""
+    parts: list[list[T]] = []
+    room = -1
+    for item in items:
+        size = num_bytes(item)
+        if size > room:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(item)
+        room -= size
+    return parts
 
 
 def file_name(prefix: str, number: int) -> str:

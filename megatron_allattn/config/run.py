@@ -190,7 +190,7 @@ class CheckpointConfig:
     """Go on from an older checkpoint where the newest is damaged."""
 
     override: bool = False
-    """Go on with other settings of the optimizer, its schedule or the precision than the checkpoint was trained with."""
+    """Go on with other settings of the optimizer, its schedule or the precision than those of the checkpoint."""
 
     save_interval: int = 0
     """Steps between two checkpoints; 0 saves at the end only."""

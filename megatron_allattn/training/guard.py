@@ -1,7 +1,7 @@
 """What a run does about steps that go wrong: it counts those that were left out, and tells of losses that jump.
 
-A step whose loss or gradient is not finite leaves no trace in the state (engine/finite.py). One such step is bad luck or
-bad text, which the run survives; many in a row are a model or a host that is lost, and end it.
+A step whose loss or gradient is not finite leaves no trace in the state (engine/finite.py). One such step is bad luck
+or bad text, which the run survives; many in a row are a model or a host that is lost, and end it.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The training loop: a block of every stream, an update, records, evaluations, checkpoints.
 
-A signal on any rank ends it, after the step or within the evaluation under way, with a checkpoint. An evaluation that was
-not made then is made when the run goes on, so that it goes on as if nothing had happened.
+A signal on any rank ends it, after the step or within the evaluation under way, with a checkpoint. An evaluation that
+was not made then is made when the run goes on, so that it goes on as if nothing had happened.
 """
 
 import math
@@ -133,10 +133,11 @@ def _step(session: Session, console: Console, batches: Prefetcher) -> None:
 
 def _guard(session: Session, console: Console, result: StepResult, position: int) -> None:
     """Tell of a step that was left out, or whose loss jumps, and of the tokens that it read."""
-    where = {"position": position, "stream_length": session.streams.stream_length}
+    streams = session.streams
+    where = {"position": position, "stream_length": streams.stream_length}
     tokens = (
-        f"tokens {position:,} to {position + session.streams.seq_length:,} of each of the {session.streams.num_streams} "
-        f"streams of {session.streams.stream_length:,}"
+        f"tokens {position:,} to {position + streams.seq_length:,} of each of the {streams.num_streams} streams of "
+        f"{streams.stream_length:,}"
     )
     if result.not_finite is not None:
         session.metrics.write({"kind": "skip", "step": session.step, "reason": result.not_finite, **where})

@@ -49,8 +49,10 @@ class Metrics:
             self._mirrors["wandb"] = _opened("--wandb-project", project, lambda: _wandb(project, config))
 
     def write(self, record: Record) -> None:
-        """Append one record; a number that is not finite, for which JSON has none, as null. Raises StorageError when the
-        run folder cannot be written."""
+        """Append one record; a number that is not finite, for which JSON has none, as null.
+
+        Raises StorageError when the run folder cannot be written.
+        """
         record = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
@@ -75,8 +77,7 @@ def drop_records_after(folder: Path, step: int, kinds: Collection[str] = ()) -> 
     kept = [
         record
         for record in records
-        if record["step"] < step
-        or (record["step"] == step and record["kind"] not in kinds)
+        if record["step"] < step or (record["step"] == step and record["kind"] not in kinds)
     ]
     if path.exists():
         write_json_lines_atomic(path, kept)

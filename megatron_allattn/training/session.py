@@ -60,8 +60,8 @@ T = TypeVar("T")
 @dataclass
 class Session:
     """A run under way. `step` is the last one done, `judged` the last one after which validation was looked at, if it
-    was due, `saved` the last one in --save; `tokens`: how many have been trained on; `stopping`: the number of the signal
-    by which any process was asked to stop, once all know of it, 0 before.
+    was due, `saved` the last one in --save; `tokens`: how many have been trained on; `stopping`: the number of the
+    signal by which any process was asked to stop, once all know of it, 0 before.
     """
 
     run: RunConfig
@@ -354,7 +354,9 @@ def _prepare_run_folder(run: RunConfig) -> None:
     run_folder = run.checkpoint.save
     if run_folder is None:
         return
-    if not run.checkpoint.goes_on and ((run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()):
+    if not run.checkpoint.goes_on and (
+        (run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()
+    ):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
     folder.prepare_run_folder(run_folder)

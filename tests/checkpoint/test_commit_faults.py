@@ -14,8 +14,7 @@ import torch
 
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, verify
-from megatron_allattn.checkpoint.tensors import TensorFiles
-from tests.support.checkpoints import read_tensors
+from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import kill_before_call, run_forked
 
 
@@ -31,10 +30,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
 def _save(run: Path, step: int, seed: int) -> None:
     temporary = begin(run, step)
     try:
-        files = TensorFiles(temporary, "weights", max_bytes=1000)
-        for name, tensor in _tensors(seed).items():
-            files.add(name, tensor)
-        files.close()
+        write_tensors_to(temporary, "weights", _tensors(seed), max_bytes=1000)
         write_json_atomic(temporary / "state.json", {"step": step, "seed": seed})
     except StorageError:
         abort(temporary)
@@ -140,10 +136,7 @@ def test_an_error_at_every_file_operation_of_the_commit(
         shutil.copytree(template, run)
         temporary = begin(run, step)
         write_json_atomic(temporary / "state.json", {"seed": 3})
-        files = TensorFiles(temporary, "weights")
-        for name, tensor in _tensors(3).items():
-            files.add(name, tensor)
-        files.close()
+        write_tensors_to(temporary, "weights", _tensors(3))
         calls = 0
 
         def fail(name: str, number: int = number) -> Callable[..., object]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint import folder
-from megatron_allattn.checkpoint.conversion import converted_state, read_run, write_run
+from megatron_allattn.checkpoint.conversion import Tensors, converted_state, read_run, write_run
 from megatron_allattn.config import RunConfig, UsageError
 from tests.support.forked import kill_before_call, run_forked
 
@@ -21,7 +21,7 @@ STATES = {"a/sum": torch.full((2, 3), 2.0)}
 def _write(output: Path) -> None:
     run = RunConfig()
     state = converted_state(run, 5, 7, {"type": "null", "vocab_size": 7}, "f" * 64, {"format": "other"})
-    write_run(output, run, 5, state, WEIGHTS.items(), STATES.items())
+    write_run(output, run, 5, state, Tensors.of(WEIGHTS), Tensors.of(STATES))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
     run = RunConfig()
     state = converted_state(run, 5, 7, {}, "", {})
     state["config"] = {**state["config"], "engine": {}}
-    write_run(tmp_path / "run", run, 5, state, WEIGHTS.items(), ())
+    write_run(tmp_path / "run", run, 5, state, Tensors.of(WEIGHTS), Tensors.of({}))
     with pytest.raises(
         UsageError, match=r"state.json: configuration engine: unknown key; .*; load a checkpoint of this"
     ):

@@ -11,18 +11,15 @@ import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, run_around, verify
-from megatron_allattn.checkpoint.tensors import TensorFiles
 from megatron_allattn.config.errors import UsageError
-from tests.support.checkpoints import read_tensors
+from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import run_forked
 
 
 def _save(run: Path, step: int, value: float | None = None, *, replace: bool = False) -> Path:
     temporary = begin(run, step)
-    files = TensorFiles(temporary, "weights", max_bytes=64)
-    for name in ("a", "b"):
-        files.add(name, torch.full((10,), float(step) if value is None else value))
-    files.close()
+    tensor = torch.full((10,), float(step) if value is None else value)
+    write_tensors_to(temporary, "weights", {"a": tensor, "b": tensor}, max_bytes=64)
     write_json_atomic(temporary / "state.json", {"step": step})
     return commit(temporary, step, replace=replace)
 

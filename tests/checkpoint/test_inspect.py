@@ -11,8 +11,8 @@ import torch
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
 from megatron_allattn.checkpoint.inspect import inspect
-from megatron_allattn.checkpoint.tensors import TensorFiles
 from megatron_allattn.config.errors import UsageError
+from tests.support.checkpoints import write_tensors_to
 from tests.support.template import ROOT
 
 STATE = {
@@ -30,10 +30,7 @@ def run(tmp_path: Path) -> Path:
         ("weights", {"layers.0.query": torch.ones(3, 4), "layers.0.span": torch.zeros(2, dtype=torch.float64)}),
         ("optimizer", {"layers.0.query.moment": torch.ones(3, 4, dtype=torch.bfloat16), "step": torch.tensor(12)}),
     ):
-        files = TensorFiles(temporary, prefix)
-        for name, tensor in tensors.items():
-            files.add(name, tensor)
-        files.close()
+        write_tensors_to(temporary, prefix, tensors)
     write_json_atomic(temporary / "state.json", STATE)
     commit(temporary, 12)
     return tmp_path

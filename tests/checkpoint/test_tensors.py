@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import safetensors.torch
 import torch
 
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.checkpoint.tensors import TensorFiles, TensorReader
+from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config.errors import UsageError
-from tests.support.checkpoints import read_tensors
+from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.template import ROOT
 
 
@@ -38,16 +39,10 @@ def _sample() -> dict[str, torch.Tensor]:
     }
 
 
-def _write(folder: Path, tensors: dict[str, torch.Tensor], **options: int) -> dict[str, str]:
-    files = TensorFiles(folder, "weights", **options)
-    for name, tensor in tensors.items():
-        files.add(name, tensor)
-    return files.close()
-
-
 def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path: Path):
     tensors = _sample()
-    assert _write(tmp_path, tensors) == dict.fromkeys(tensors, "weights-00001.safetensors")
+    (name,) = hashes = write_tensors_to(tmp_path, "weights", tensors)
+    assert hashes == {"weights-00001.safetensors": sha256((tmp_path / name).read_bytes()).hexdigest()}
     found = dict(read_tensors(tmp_path, "weights"))
     by_library = safetensors.torch.load_file(tmp_path / "weights-00001.safetensors")
     assert found.keys() == by_library.keys() == tensors.keys()
@@ -76,51 +71,44 @@ def test_header_bytes():
 def test_files_are_bounded_and_a_large_tensor_is_alone(tmp_path: Path):
     sizes = {"a": 40, "b": 40, "c": 40, "large": 300, "d": 60, "e": 40}
     tensors = {name: torch.full((size // 4,), float(size)) for name, size in sizes.items()}
-    numbers = {name: int(file[8:13]) for name, file in _write(tmp_path, tensors, max_bytes=100).items()}
-    assert numbers == {"a": 1, "b": 1, "c": 2, "large": 3, "d": 4, "e": 4}
+    files = write_tensors_to(tmp_path, "weights", tensors, max_bytes=100)
+    assert [[info.name for info in read_header(tmp_path / name)] for name in files] == [
+        ["a", "b"],
+        ["c"],
+        ["large"],
+        ["d", "e"],
+    ]
     assert [name for name, _tensor in read_tensors(tmp_path, "weights")] == list(sizes)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(tmp_path, "weights"))
 
 
-def test_a_tensor_may_be_changed_after_it_was_added(tmp_path: Path):
-    buffer = torch.arange(4.0)
-    files = TensorFiles(tmp_path, "weights")
-    files.add("first", buffer)
-    buffer.mul_(-1)
-    files.add("second", buffer)
-    files.close()
-    found = dict(read_tensors(tmp_path, "weights"))
-    assert found["first"].tolist() == [0, 1, 2, 3] and found["second"].tolist() == [0, -1, -2, -3]
-
-
 def test_prefixes_do_not_mix(tmp_path: Path):
     for prefix in ("caches", "caches_old"):
-        files = TensorFiles(tmp_path, prefix)
-        files.add("x", torch.tensor([float(len(prefix))]))
-        files.close()
+        write_tensors_to(tmp_path, prefix, {"x": torch.tensor([float(len(prefix))])})
     (tmp_path / "caches-1.safetensors").write_bytes(b"")
     assert [(name, tensor.item()) for name, tensor in read_tensors(tmp_path, "caches")] == [("x", 6.0)]
 
 
-def test_memory_is_bounded_by_one_file(tmp_path: Path):
+def test_memory_is_bounded_by_one_tensor(tmp_path: Path):
     script = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from megatron_allattn.checkpoint.tensors import TensorFiles\n"
+        "from megatron_allattn.checkpoint.tensors import info_of, write_files\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "files, value = TensorFiles(Path(sys.argv[1]), 'weights', max_bytes=8 * 2**20), torch.zeros(2**20)\n"
+        "infos = [info_of(str(index), torch.empty(2**20, device='meta')) for index in range(40)]\n"
+        "write_files(Path(sys.argv[1]), 'weights', infos[:2], lambda name: torch.full((2**20,), float(name)))\n"
         "before = peak()\n"
-        "for index in range(40): files.add(str(index), value)\n"
-        "files.close(); print(peak() - before)\n"
+        "write_files(Path(sys.argv[1]), 'more', infos, lambda name: torch.full((2**20,), float(name)), 8 * 2**20)\n"
+        "print(peak() - before)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     grown = int(subprocess.check_output(command, cwd=ROOT, text=True, timeout=60))
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert total > 160 * 2**20 and len(list(tmp_path.iterdir())) == 20
-    assert grown < 24 * 2**20, f"{grown:,} bytes for a bound of 8 MiB"
+    assert total > 160 * 2**20 and len(list(tmp_path.iterdir())) == 21
+    assert grown < 6 * 2**20, f"{grown:,} bytes for tensors of 4 MiB"
 
 
 def _two_files(folder: Path) -> list[Path]:
-    _write(folder, {"a": torch.ones(30), "b": torch.ones(30)}, max_bytes=120)
+    write_tensors_to(folder, "weights", {"a": torch.ones(30), "b": torch.ones(30)}, max_bytes=120)
     return sorted(folder.iterdir())
 
 

@@ -128,7 +128,7 @@ def _held(engine: Engine) -> dict[str, bytes]:
 
 
 def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | None, list[bool], int]:
-    """Of four steps, in the second of which one rank's gradient (or loss) is not a number: what that says, which of them
+    """Of four steps, in the second of which one rank's gradient or loss is not a number: what that says, which of them
     changed anything, and how many updates there were."""
     engine, streams, said, moved = build(case, VOCAB), TokenStreams(TOKENS, 8, 32, 1), [], []
     weight = next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
@@ -136,7 +136,9 @@ def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | N
         block, before = streams.next_block(engine.streams), _held(engine)
         with ExitStack() as stack:
             if step == 2 and rank == world_size - 1:
-                spoil = spoiled(weight) if what == "gradient" else changed_loss(engine, lambda loss: loss + float("inf"))
+                spoil = (
+                    spoiled(weight) if what == "gradient" else changed_loss(engine, lambda loss: loss + float("inf"))
+                )
                 stack.enter_context(spoil)
             result = engine.train_step(block.inputs, block.targets, step, 1e-3, engine.spans())
         said.append(result.not_finite)
@@ -158,7 +160,7 @@ def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | N
     ids=str,
 )
 def test_a_step_with_what_is_not_a_number_leaves_nothing(case: Case, pools: WorkerPools) -> None:
-    """Neither weights nor the optimizer's state nor caches change on any rank, which all say why; the next step does."""
+    """Neither weights nor the optimizer's state nor caches change on any rank, which all say why."""
     kind = "tensor group" if case.tensor > 1 else "data group"
     where, layer = ("stage 2 of the pipeline group", 2) if case.pipeline > 1 else (kind, 0)
     gradient = f"the gradient is not finite on rank 1 ({where} [0, 1]): layers.{layer}.query.weight"

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, on one rank of a real run: left out on all, told, and in the end too many."""
+"""Losses and gradients that are not finite, on one rank of a real run: left out on all, told, in the end too many."""
 
 from pathlib import Path
 from typing import Any

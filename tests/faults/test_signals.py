@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: all ranks stop at one step, which is saved, and the run goes on from there as if nothing had been."""
+"""SIGTERM and SIGUSR1: all ranks stop at one step, which is saved, and the run goes on from there unchanged."""
 
 import os
 import signal
@@ -18,7 +18,13 @@ ORDERS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}
 
 
 def stopped(
-    runs: Runs, flags: Sequence[str], number: signal.Signals, whom: Sequence[int], *, count: int = 2, after: str = "step 4/"
+    runs: Runs,
+    flags: Sequence[str],
+    number: signal.Signals,
+    whom: Sequence[int],
+    *,
+    count: int = 2,
+    after: str = "step 4/",
 ) -> Ended:
     """A run of which these ranks get a signal once the first has said this."""
     with runs.started(count, 0, NEVER, *ENDLESS, *flags) as programs:
@@ -51,12 +57,13 @@ def trained(runs: Runs) -> list[dict]:
     ("flags", "whom"),
     [
         (TP2, [1]),
-        *(pytest.param(*row, marks=pytest.mark.faults) for row in ((TP2, [0]), (ZERO3, [0, 1]), (PP2, [1]), (PP2, [0]))),
+        *(
+            pytest.param(*row, marks=pytest.mark.faults)
+            for row in ((TP2, [0]), (ZERO3, [0, 1]), (PP2, [1]), (PP2, [0]))
+        ),
     ],
 )
-def test_one_signal_stops_all_ranks_at_one_step(
-    runs: Runs, flags: tuple[str, ...], whom: list[int], name: str
-) -> None:
+def test_one_signal_stops_all_ranks_at_one_step(runs: Runs, flags: tuple[str, ...], whom: list[int], name: str) -> None:
     step = check(runs, stopped(runs, flags, ORDERS[name], whom), name)
     before = trained(runs)
     assert [record["step"] for record in before] == list(range(1, step + 1))
@@ -112,7 +119,9 @@ def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
         end = ended(programs)
     assert end.codes[0] == 143
     (line,) = end.errors
-    assert line.startswith("error: the run was ended by SIGTERM: rank 0 got SIGTERM and had not stopped after 6 s in the ")
+    assert line.startswith(
+        "error: the run was ended by SIGTERM: rank 0 got SIGTERM and had not stopped after 6 s in the "
+    )
     assert ", in the step" in line
 
 

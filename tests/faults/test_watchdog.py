@@ -26,7 +26,9 @@ def test_a_frozen_rank_is_named_with_the_section(runs: Runs, where: str, section
         done = programs[0].wait()
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: rank 1 is gone: rank 0 had been in the {section} for {SECONDS} s, and waited in the ")
+    assert line.startswith(
+        f"error: rank 1 is gone: rank 0 had been in the {section} for {SECONDS} s, and waited in the "
+    )
     assert "rank 0: its threads, the last call first\n" in done.stderr and "failures.py" in done.stderr
     if where != "start":
         assert outcome(runs.folder / "run")["reason"] == line.removeprefix("error: ")

@@ -51,9 +51,7 @@ def spoiled_step(engine: Any, fault: str) -> AbstractContextManager[None]:
     from tests.support.spoiled import changed_loss, spoiled
 
     if fault == "nan":
-        return spoiled(
-            next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name)
-        )
+        return spoiled(next(one for logical, one in engine.network.logical_parameters() if "query" in logical.name))
     if fault in ("inf", "times5"):
         return changed_loss(engine, lambda loss: loss * 5 if fault == "times5" else loss + float("inf"))
     return nullcontext()

@@ -11,8 +11,8 @@ import torch
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron_allattn.config.run import CheckpointConfig
-from megatron_allattn.parallel.logical import in_order
 from megatron_allattn.parallel.failures import Watch
+from megatron_allattn.parallel.logical import in_order
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, _reach, open_session
 from tests.support.commands import corpus, records
