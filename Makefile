@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | test-64 | test-variants | test-faults | lint | benchmark | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-64 | test-variants | test-faults | test-fuzz | lint | benchmark | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -11,7 +11,7 @@ DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults demo benchmark gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults test-fuzz demo benchmark gpu-check clean
 
 venv: $(READY)
 
@@ -49,6 +49,9 @@ test-variants: $(READY)
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -q -m faults
+
+test-fuzz: $(READY)
+	$(BIN)/python -m pytest -q -m fuzz
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

@@ -5,10 +5,18 @@
 
 Formats:
     adaptive-span   a .pt file of the paper's published code: weights, optimizer state and step
+    safetensors     one file with the weights, and in its header all that is needed to use them here
+    shards          a folder for every rank of a TP × PP grid, mp_rank_XX_YYY, as Megatron-LM lays them out: weights,
+                    optimizer state and step; with --tensor-model-parallel-size, --pipeline-model-parallel-size and
+                    the flags of pretrain.py that deal layers to stages
+    deepspeed-universal   a folder that DeepSpeed's engines load at any layout: weights, Adam's state and step; it has
+                    no other optimizer's
+    huggingface     a folder for transformers, AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
 RUN is what `pretrain.py --save` makes, with one checkpoint: `pretrain.py --load RUN`, tools/evaluate.py and
-tools/inspect_checkpoint.py take it. What a file does not say of its run comes from flags: all those of pretrain.py
-about the model, the optimizer and the training, or a --recipe, with the same defaults. For adaptive-span these are
+tools/inspect_checkpoint.py take it; --load takes a step folder too. What a file of adaptive-span does not say of its
+run comes from flags: all those of pretrain.py about the model, the optimizer and the training, or a --recipe, with the
+same defaults. These are
 
     --span-ramp (32)   --span-loss (1e-6)   --attention-dropout, --embedding-dropout, --feed-forward-dropout (0)
     --seq-length (128)   --global-batch-size (16)   --lr-warmup-iters (0)   --clip-grad (1, with Adam)
@@ -29,16 +37,25 @@ from megatron_allattn.config.reporting import run_program, tell_early_interrupts
 if __name__ == "__main__":
     tell_early_interrupts()  # torch is loaded next
 
-from megatron_allattn.checkpoint import adaptive_span
+from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
-from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig, UsageError, parse
+from megatron_allattn.config import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+    UsageError,
+    parse,
+)
 from megatron_allattn.config.checks import field_types
 from megatron_allattn.config.errors import flag, usage_error
 from megatron_allattn.data.code_vocabulary import tokenizer_of
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
+from megatron_allattn.hf import export
 from megatron_allattn.training.schedules import learning_rate
 
 
@@ -97,7 +114,7 @@ def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> To
         raise UsageError(f"--vocabulary {path}: {error}") from None
 
 
-def to_adaptive_span(saved: SavedRun, output: Path) -> str:
+def to_adaptive_span(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
     """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
     run, state, step = saved.run, saved.state, saved.state["step"]
     dropped_at = (state.get("plateau") or {}).get("dropped_at")
@@ -121,14 +138,69 @@ def to_adaptive_span(saved: SavedRun, output: Path) -> str:
     return "\n".join(lines)
 
 
+def from_safetensors(source: Path, output: Path, _: Given) -> str:
+    """One of our single files → a run folder; a line that says what it holds."""
+    found = single_file.read(source, output)
+    return f"{output}: the weights of step {found.step}, as step 0"
+
+
+def to_safetensors(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+    """A run's weights → one file; a line that says what it holds."""
+    digest = single_file.write(saved, output)
+    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}, SHA-256 {digest}"
+
+
+def from_shards(source: Path, output: Path, _: Given) -> str:
+    """Shards of a grid → a run folder; a line that says what it holds."""
+    found = shards.read(source, output)
+    return f"{output}: step {found.step} of {source}"
+
+
+def to_shards(saved: SavedRun, output: Path, parallel: ParallelConfig) -> str:
+    """A run's checkpoint → shards of a grid; a line that says what it holds."""
+    grid = shards.write(saved, output, parallel)
+    return f"{output}: step {saved.state['step']} of {saved.step_folder} for TP {grid.tensor} × PP {grid.pipeline}"
+
+
+def from_universal(source: Path, output: Path, _: Given) -> str:
+    """A universal checkpoint → a run folder; a line that says what it holds."""
+    found = universal.read(source, output)
+    return f"{output}: step {found.step} of {source}"
+
+
+def to_universal(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+    """A run's checkpoint → a universal one; a line that says what it holds."""
+    name = universal.write(saved, output)
+    return f"{output}: {name}, of {saved.step_folder}"
+
+
+def from_huggingface(source: Path, output: Path, given: Given) -> str:
+    """A folder for transformers → a run folder; a line that says what it holds."""
+    found = export.read(source, output, given.run)
+    return f"{output}: the weights of {source}, as step 0, {found.tokenizer['type']} tokens"
+
+
+def to_huggingface(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+    """A run's weights → a folder for transformers; lines that say what it holds."""
+    compared = export.write(saved, output)
+    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{compared}"
+
+
 class Format(NamedTuple):
     """How a format is read and written."""
 
     read: Callable[[Path, Path, Given], str]
-    write: Callable[[SavedRun, Path], str]
+    write: Callable[[SavedRun, Path, ParallelConfig], str]
 
 
-FORMATS = {adaptive_span.FORMAT: Format(from_adaptive_span, to_adaptive_span)}
+FORMATS = {
+    adaptive_span.FORMAT: Format(from_adaptive_span, to_adaptive_span),
+    single_file.FORMAT: Format(from_safetensors, to_safetensors),
+    shards.FORMAT: Format(from_shards, to_shards),
+    universal.FORMAT: Format(from_universal, to_universal),
+    export.FORMAT: Format(from_huggingface, to_huggingface),
+}
+GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_partition", "pipeline_layers")
 
 
 class _PassOn(argparse.Action):
@@ -163,8 +235,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
     parser.add_argument("--recipe", **passed_on)
-    for section in (ModelConfig, OptimizerConfig, TrainingConfig):
+    for section in (ModelConfig, OptimizerConfig, TrainingConfig, ParallelConfig):
         for name, types in field_types(section).items():
+            if section is ParallelConfig and name not in GRID:
+                continue
             parser.add_argument(flag(name), **passed_on, nargs=0 if types == (bool,) else None)
             if types == (bool,):
                 parser.add_argument(flag(f"no_{name}"), **passed_on, nargs=0)
@@ -184,8 +258,15 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if getattr(options, needed) is None:
         parser.error(f"{direction}: {names[needed]} is missing")
     ignored = [names[other]] if getattr(options, other) is not None else []
-    if options.target:
-        ignored += [given.partition("=")[0] for given in options.flags]
+    grid = {flag(name) for name in GRID}
+    given = [one.partition("=")[0] for one in options.flags]
+    if options.source == adaptive_span.FORMAT:
+        ignored += [one for one in given if one in grid]
+    elif options.source == export.FORMAT:
+        model = {flag(name) for name in field_types(ModelConfig)}
+        ignored += [one for one in given if one in grid or one in model]
+    else:
+        ignored += [one for one in given if options.target != shards.FORMAT or one not in grid]
         ignored += ["--vocabulary"] if options.vocabulary is not None else []
     if ignored:
         parser.error(f"{direction}: {ignored[0]} has no effect")
@@ -195,15 +276,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
         check_new(options.output)
+        run, explicit = parse(options.flags)
         if options.source:
-            run, explicit = parse(options.flags)
             given = Given(run, explicit, options.vocabulary)
             print(FORMATS[options.source].read(options.file, options.output, given))
         else:
             saved = read_run(options.load)
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
-            print(FORMATS[options.target].write(saved, options.output))
+            print(FORMATS[options.target].write(saved, options.output, run.parallel))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

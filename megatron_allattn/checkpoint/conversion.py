@@ -4,10 +4,7 @@ A converted checkpoint holds what one of ours does, with `"data": null` in its s
 and no caches. Training goes on from it with its optimizer's state at its step.
 """
 
-import os
 import platform
-import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder
-from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder, write_json_atomic
+from megatron_allattn.checkpoint.files import made_whole, write_json_atomic
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.save import read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
@@ -91,13 +88,7 @@ def write_run(
 
     Raises UsageError: it exists; StorageError: it cannot be written, and then nothing is left of it.
     """
-    check_new(output)
-    output = output.absolute()
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    with storage_errors(output, 0):
-        _remove_leftovers(output)
-        temporary.mkdir()
-    try:
+    with made_whole(output) as temporary:
         step_folder = folder.begin(temporary, step)
         hashes: dict[str, str] = {}
         for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
@@ -105,17 +96,3 @@ def write_run(
         write_json_atomic(step_folder / "state.json", {"step": step, **state})
         folder.commit(step_folder, step, hashes=hashes)
         write_json_atomic(temporary / "config.json", run.to_dict())
-        with storage_errors(output, 0):
-            os.rename(temporary, output)
-            sync_folder(output.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Remove what conversions to the same name that were killed have left."""
-    ours = re.compile(re.escape(f".{output.name}.tmp-") + r"[0-9]+")
-    for path in output.parent.iterdir():
-        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)

@@ -8,6 +8,7 @@ file or the new one. A JSON-lines file only grows, one write per line, so that a
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,6 +59,42 @@ def check_new(path: Path) -> None:
         raise usage_error("--output", path, "exists already", "name another one or remove it")
     if not os.path.isdir(path.absolute().parent):  # unlike Path.is_dir, never an error
         raise usage_error("--output", path, f"there is no folder {path.absolute().parent}", "make it first")
+
+
+@contextmanager
+def made_whole(output: Path) -> Iterator[Path]:
+    """A name beside `output` under which to make the file or folder; it gets its own name once it is complete.
+
+    What is made must be on the disk by then, but for its own entry. If that fails, or is killed, `output` is not there;
+    what killed ones have left is removed. Raises UsageError: it exists or its folder does not; StorageError.
+    """
+    check_new(output)
+    output = output.absolute()
+    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    with storage_errors(output, 0):
+        ours = re.compile(re.escape(f".{output.name}.tmp-") + r"[0-9]+")
+        for path in output.parent.iterdir():
+            if ours.fullmatch(path.name):
+                _remove(path)
+    try:
+        yield temporary
+        with storage_errors(output, 0):
+            if temporary.is_dir():
+                sync_folder(temporary)
+            os.rename(temporary, output)
+            sync_folder(output.parent)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder of ours, if it is there; a link to one is not."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.is_file() and not path.is_symlink():
+        with suppress(OSError):  # what failed before is the error to report
+            path.unlink()
 
 
 def sync_file(path: Path) -> None:

@@ -7,6 +7,7 @@ The values follow each other without gaps, in the order of their offsets.
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,9 +38,10 @@ class TensorInfo:
     num_bytes: int
 
 
-def pack_header(tensors: list[TensorInfo]) -> bytes:
-    """The header of a file that holds these tensors' values one after the other, in this order."""
-    entries, offset = {}, 0
+def pack_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header of a file that holds these tensors' values one after the other, in this order. metadata: any texts."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for tensor in tensors:
         end = offset + tensor.num_bytes
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
@@ -51,6 +53,15 @@ def pack_header(tensors: list[TensorInfo]) -> bytes:
 
 def read_header(path: Path) -> list[TensorInfo]:
     """The tensors of a file, in the order of their values. Raises UsageError: not a whole safetensors file."""
+    return _read(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a file's header has beside its tensors. Raises UsageError: not a whole safetensors file."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as handle:
@@ -59,19 +70,21 @@ def read_header(path: Path) -> list[TensorInfo]:
             if length > min(MAX_HEADER_BYTES, size - 8):
                 raise UsageError(f"{path}: not a whole safetensors file ({size:,} bytes hold no complete header)")
             entries = json.loads(handle.read(length))
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata are not texts")
         ends = {name: int(entry["data_offsets"][1]) for name, entry in entries.items()}
         tensors = [_tensor_info(name, entries[name]) for name in sorted(entries, key=lambda name: ends[name])]
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path}: the safetensors header is damaged ({error})") from error
     expected = 8 + length + max(ends.values(), default=0)
     if size != expected:
         raise UsageError(f"{path}: its header describes {expected:,} bytes, found {size:,}")
-    return tensors
+    return tensors, metadata
 
 
 def _tensor_info(name: str, entry: dict[str, Any]) -> TensorInfo:

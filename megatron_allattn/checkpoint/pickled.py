@@ -11,13 +11,12 @@ import os
 import re
 import warnings
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_allattn.checkpoint.files import check_new, storage_errors, sync_folder
+from megatron_allattn.checkpoint.files import made_whole, storage_errors
 from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, usage_error
 
@@ -81,22 +80,20 @@ def write_pickled(path: Path, content: Any) -> None:
 
     Raises UsageError: `path` exists or its folder does not; StorageError: it cannot be written, nothing is then left.
     """
-    check_new(path)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with storage_errors(path, _num_bytes(content)):
-            try:
-                with open(temporary, "xb") as handle:
-                    torch.save(content, handle)
-                    handle.flush()
-                    os.fsync(handle.fileno())
-            except RuntimeError as error:  # torch's own report of a write that failed says nothing of the disk
-                raise OSError(f"torch.save failed: {error}") from error
-            os.rename(temporary, path)
-            sync_folder(path.parent)
-    finally:
-        with suppress(OSError):  # what failed before is the error to report
-            temporary.unlink()
+    with made_whole(path) as temporary:
+        dump(temporary, content)
+
+
+def dump(path: Path, content: Any) -> None:
+    """Write a new file by `torch.save` and flush it. Raises StorageError, which leaves a partial file."""
+    with storage_errors(path, _num_bytes(content)):
+        try:
+            with open(path, "xb") as handle:
+                torch.save(content, handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+        except RuntimeError as error:  # torch's own report of a write that failed says nothing of the disk
+            raise OSError(f"torch.save failed: {error}") from error
 
 
 def _num_bytes(content: Any) -> int:

@@ -19,10 +19,10 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.assembly import plan, write
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorReader
-from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.config import ModelConfig, RunConfig, UsageError
 from megatron_allattn.engine.fragments import Fragment, Join
 from megatron_allattn.engine.interface import Engine
-from megatron_allattn.model.network import Network, logical_tensors
+from megatron_allattn.model.network import logical_tensors
 from megatron_allattn.parallel.collectives import agree, broadcast_object, gather_objects
 from megatron_allattn.parallel.groups import Group
 
@@ -93,20 +93,25 @@ def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
     cached_length: how many tokens the caches' streams have seen since they started; None for a converted checkpoint,
     whose caches are empty and which may lack optimizer state. Raises UsageError naming a tensor that is missing.
     """
+    network = engine.network
     weights, optimizer, caches = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer", "caches"))
-    agree(lambda: check_weights(step_folder, weights, engine.network), engine.groups.world, lambda _: 2)
+    agree(
+        lambda: check_weights(step_folder, weights, network.config, network.vocab_size),
+        engine.groups.world,
+        lambda _: 2,
+    )
     engine.load(weights.read, None if cached_length is None and not optimizer.names else optimizer.read)
     if cached_length is not None:
         engine.load_caches(caches.read, cached_length)
 
 
-def check_weights(step_folder: Path, weights: TensorReader, network: Network) -> None:
+def check_weights(source: Path, weights: TensorReader, model: ModelConfig, vocab_size: int) -> None:
     """Refuse weights that are not the model's: UsageError names the first tensor that differs and both shapes."""
-    expected = {logical.name: logical.shape for logical in logical_tensors(network.config, network.vocab_size)}
+    expected = {logical.name: logical.shape for logical in logical_tensors(model, vocab_size)}
     found = {name: tuple(info.shape) for name, info in weights.infos.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise UsageError(
-                f"{step_folder}: tensor {name} has shape {found.get(name, 'none')}, the model wants "
+                f"{source}: tensor {name} has shape {found.get(name, 'none')}, the model wants "
                 f"{expected.get(name, 'none')}; load a checkpoint of the same model"
             )

@@ -8,9 +8,9 @@ held in memory. Values come back bit for bit.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,13 +79,15 @@ def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
 
 
-def write_tensors(path: Path, infos: list[TensorInfo], tensors: Iterable[torch.Tensor]) -> str:
+def write_tensors(
+    path: Path, infos: list[TensorInfo], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
     """Write a new safetensors file and flush it to the disk; its SHA-256.
 
-    tensors: on the CPU, contiguous, as `infos` describe them, in this order; each is asked for when the one before it
-    is written. Raises StorageError; a partial file is then left.
+    metadata: texts for its header; tensors: on the CPU, contiguous, as `infos` describe them, in this order; each is
+    asked for when the one before it is written. Raises StorageError; a partial file is then left.
     """
-    header, digest = pack_header(infos), hashlib.sha256()
+    header, digest = pack_header(infos, metadata), hashlib.sha256()
     needed = len(header) + sum(info.num_bytes for info in infos)
     with storage_errors(path, needed), open(path, "xb", buffering=0) as handle:
 
@@ -110,11 +112,23 @@ class TensorReader:
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
-        self._path_of: dict[str, Path] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        for number, path in enumerate(_numbered_files(folder, prefix), start=1):
+        paths = _numbered_files(folder, prefix)
+        for number, path in enumerate(paths, start=1):
             if path.name != file_name(prefix, number):
                 raise UsageError(f"{folder}: {file_name(prefix, number)} is missing, found {path.name}")
+        self._open(paths)
+
+    @classmethod
+    def of_files(cls, *paths: Path) -> Self:
+        """The tensors of these files."""
+        reader = cls.__new__(cls)
+        reader._open(paths)
+        return reader
+
+    def _open(self, paths: Iterable[Path]) -> None:
+        self._path_of: dict[str, Path] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for path in paths:
             for info in read_header(path):
                 if info.name in self.infos:
                     raise UsageError(f"{path}: tensor {info.name} is also in {self._path_of[info.name].name}")

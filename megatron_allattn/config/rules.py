@@ -232,7 +232,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
         UsageError: the processes do not form whole replicas, or heads, vectors, units or batch do not divide.
     """
     parallel, training = config.parallel, config.training
-    _check_shards(config.model, parallel.tensor_model_parallel_size)
+    check_shards(config.model, parallel.tensor_model_parallel_size)
     check_replicas(parallel, world_size)
     if parallel.sequence_parallel and training.seq_length % parallel.tensor_model_parallel_size:
         raise usage_error(
@@ -273,7 +273,7 @@ def check_replicas(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def _check_shards(model: ModelConfig, tensor_size: int) -> None:
+def check_shards(model: ModelConfig, tensor_size: int) -> None:
     """Everything that tensor parallelism cuts into equal shards divides: heads, and vectors or units of one set."""
     heads, split = model.num_context_heads, model.variant == "head-split"
     if heads % tensor_size:

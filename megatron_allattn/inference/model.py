@@ -76,7 +76,7 @@ def _network(
 ) -> Network:
     weights = TensorReader(step_folder, "weights")
     network = Network(run.model, state["vocab_size"], groups.tensor, FusedOps("torch"))
-    save.check_weights(step_folder, weights, network)
+    save.check_weights(step_folder, weights, run.model, state["vocab_size"])
     network.to(device=device, dtype=dtype).requires_grad_(False)
     for logical, parameter in network.logical_parameters():
         copy_logical(parameter, weights.read(logical.name), network)

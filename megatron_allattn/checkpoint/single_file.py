@@ -1,0 +1,53 @@
+"""A model's weights in one safetensors file, with what is needed to use them in its header.
+
+Everything that reads safetensors reads the tensors, by our logical names; `__metadata__` has one text more,
+`megatron_allattn`, the `Description` as JSON. The optimizer's state is not in it: a run that begins from such a file
+begins at step 0.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.described import Description
+from megatron_allattn.checkpoint.files import made_whole
+from megatron_allattn.checkpoint.header import read_metadata
+from megatron_allattn.checkpoint.save import check_weights
+from megatron_allattn.checkpoint.tensors import TensorReader, write_tensors
+from megatron_allattn.config import UsageError
+
+FORMAT = "safetensors"
+KEY = "megatron_allattn"
+
+
+def write(saved: SavedRun, output: Path) -> str:
+    """Make the file, one tensor in memory at a time; its SHA-256. Raises UsageError, StorageError."""
+    infos = list(saved.weights.infos.values())
+    metadata = {"format": "pt", KEY: json.dumps(Description.of(saved).to_dict())}
+    with made_whole(output) as temporary:
+        digest = write_tensors(temporary, infos, (saved.weights.read(info.name) for info in infos), metadata)
+        check_copy(saved.weights, TensorReader.of_files(temporary))
+    return digest
+
+
+def read(source: Path, output: Path) -> Description:
+    """Make the run folder `output` of such a file. Raises UsageError, StorageError."""
+    weights = TensorReader.of_files(source)
+    found = Description.from_text(source, read_metadata(source).get(KEY))
+    check_weights(source, weights, found.run.model, found.vocab_size)
+    tokenizer = (found.tokenizer, found.tokenizer_sha256)
+    state = converted_state(found.run, 0, found.vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
+    return found
+
+
+def check_copy(original: TensorReader, copy: TensorReader) -> None:
+    """Read back what was written: the same tensors, with the same bits. Raises UsageError, which names the first."""
+    if (missing := sorted(original.infos.keys() ^ copy.infos.keys())) != []:
+        raise UsageError(f"tensor {missing[0]}: is in one of original and copy alone; the copy is not kept")
+    for name in original.names:
+        one, other = original.read(name), copy.read(name)
+        if one.dtype != other.dtype or not one.view(-1).view(torch.uint8).equal(other.view(-1).view(torch.uint8)):
+            raise UsageError(f"tensor {name}: is not what was written; look at the disk, the copy is not kept")

@@ -1,0 +1,188 @@
+"""A run's weights as a folder for Hugging Face transformers, and back.
+
+OUT/config.json, generation_config.json          what transformers reads first
+OUT/configuration_allattn.py, modeling_allattn.py  the two files of this package that need nothing else of it
+OUT/model.safetensors                            the weights by our names; from 4 GiB on in several files with an index
+OUT/megatron_allattn.json                        the `Description`; without it (a model that was trained on there)
+                                                 the way back takes the run from flags
+
+AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
+"""
+
+import json
+import shutil
+from dataclasses import asdict, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.described import Description
+from megatron_allattn.checkpoint.files import made_whole, storage_errors, sync_file, write_json_atomic
+from megatron_allattn.checkpoint.save import check_weights
+from megatron_allattn.checkpoint.single_file import check_copy
+from megatron_allattn.checkpoint.tensors import TensorReader, cut, write_tensors
+from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
+from megatron_allattn.data.tokenizers import NullTokenizer
+from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.network import Network
+from megatron_allattn.model.span import layer_windows
+from megatron_allattn.parallel.groups import ALONE
+
+FORMAT = "huggingface"
+DESCRIPTION, SINGLE, INDEX = "megatron_allattn.json", "model.safetensors", "model.safetensors.index.json"
+CODE = ("configuration_allattn.py", "modeling_allattn.py")
+MAX_BYTES = 4 * 2**30
+OLDEST = "5.20"  # of transformers, with which the two files are tested
+TRIED = 24  # tokens for which logits are compared
+TOLERANCE = 1e-5
+_OURS = ("span_loss",)  # of no meaning without training
+_GIVE = "give a folder that was made here, or one that transformers has saved from it"
+
+
+def write(saved: SavedRun, output: Path) -> str:
+    """Make the folder; a line on what was compared. Raises UsageError, StorageError."""
+    with made_whole(output) as temporary:
+        with storage_errors(temporary, 0):
+            temporary.mkdir()
+            for name in CODE:
+                shutil.copyfile(Path(__file__).with_name(name), temporary / name)
+                sync_file(temporary / name)
+        write_json_atomic(temporary / "config.json", _config(saved.run.model, saved.state["vocab_size"]))
+        write_json_atomic(temporary / "generation_config.json", {"do_sample": True})
+        write_json_atomic(temporary / DESCRIPTION, Description.of(saved).to_dict())
+        _write_weights(saved, temporary)
+        check_copy(saved.weights, _reader(temporary))
+        return _compare_logits(saved, temporary)
+
+
+def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """config.json."""
+    own = {name: value for name, value in asdict(model).items() if name not in _OURS}
+    own["adaptive_cutoffs"] = list(model.cutoffs) or None
+    return {
+        "architectures": ["AllAttentionForCausalLM"],
+        "model_type": "all_attention",
+        "auto_map": {
+            "AutoConfig": "configuration_allattn.AllAttentionConfig",
+            "AutoModelForCausalLM": "modeling_allattn.AllAttentionForCausalLM",
+        },
+        "dtype": "float32",
+        "vocab_size": vocab_size,
+        **own,
+    }
+
+
+def _write_weights(saved: SavedRun, folder: Path) -> None:
+    infos = list(saved.weights.infos.values())
+    parts = cut(infos, lambda info: info.num_bytes, MAX_BYTES)
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        name = SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write_tensors(folder / name, part, (saved.weights.read(info.name) for info in part), {"format": "pt"})
+        where |= {info.name: name for info in part}
+    if len(parts) > 1:
+        total = sum(info.num_bytes for info in infos)
+        write_json_atomic(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _reader(folder: Path) -> TensorReader:
+    """The weights of such a folder. Raises UsageError: there are none."""
+    if (folder / SINGLE).is_file():
+        return TensorReader.of_files(folder / SINGLE)
+    index = _json(folder / INDEX)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(one, str) and Path(one).name == one for one in names.values()):
+        raise usage_error("file", folder / INDEX, "has no weight_map of files beside it", _GIVE)
+    return TensorReader.of_files(*(folder / name for name in sorted(set(names.values()))))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise usage_error("file", path, f"cannot be read ({error.strerror})", _GIVE) from None
+    except (ValueError, RecursionError) as error:
+        raise usage_error("file", path, f"is not JSON ({error})", _GIVE) from None
+    if not isinstance(content, dict):
+        raise usage_error("file", path, "holds no object", _GIVE)
+    return content
+
+
+def _compare_logits(saved: SavedRun, folder: Path) -> str:
+    """Hold the logits of both against each other, where transformers is installed. Raises UsageError: they differ."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return "transformers is not installed, so that only the tensors were compared"
+    if tuple(map(int, installed.split(".")[:2])) < tuple(map(int, OLDEST.split("."))):
+        rule = f"the files are for transformers {OLDEST} and newer"
+        raise usage_error("transformers", installed, rule, f"pip install 'transformers>={OLDEST}', or none")
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (optional)
+
+    ids = torch.arange(TRIED)[None] % saved.state["vocab_size"]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        found, expected = theirs(ids).logits.log_softmax(-1), log_probabilities(saved, ids)
+    apart = (found - expected).abs().max().item()
+    if not apart <= TOLERANCE:
+        rule = f"its log-probabilities differ by {apart:.1e} from those here, at most {TOLERANCE:.0e} are rounding"
+        raise UsageError(f"transformers {installed}: {rule}; nothing is kept")
+    return f"log-probabilities under transformers {installed} differ by {apart:.1e} at most"
+
+
+def log_probabilities(saved: SavedRun, ids: Tensor) -> Tensor:
+    """Of the network of a checkpoint, after every token of a text [1, M]: float32 [1, M, V]."""
+    model, vocab_size = saved.run.model, saved.state["vocab_size"]
+    network = Network(model, vocab_size, ALONE, FusedOps("torch")).requires_grad_(False)
+    for logical, parameter in network.logical_parameters():
+        parameter.copy_(saved.weights.read(logical.name))
+    z = [span.flatten().tolist() for span in network.span_parameters()]
+    sizes = (model.max_attention_span, model.span_ramp)
+    windows = layer_windows(z, *sizes) if z else (model.max_attention_span,) * model.num_layers
+    slot = CacheSlot(network.part.layers, 1, model.hidden_size, torch.float32, torch.device("cpu"))
+    return network(ids, BlockContext(windows, slot, dropout_keys=None))
+
+
+def read(source: Path, output: Path, given: RunConfig) -> Description:
+    """Make the run folder `output` of such a folder: the weights, as step 0. Raises UsageError, StorageError.
+
+    given: the run, but for its model, where the folder does not say it.
+    """
+    weights, config = _reader(source), _json(source / "config.json")
+    model, vocab_size = _model(source, config, given.model), config.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise usage_error("file", source / "config.json", f"has vocab_size {vocab_size!r}", _GIVE)
+    null = NullTokenizer(vocab_size)
+    found = Description(0, replace(given, model=model), vocab_size, null.to_json(), null.fingerprint)
+    if (source / DESCRIPTION).is_file():
+        told = Description.from_dict(source / DESCRIPTION, _json(source / DESCRIPTION))
+        if (replace(told.run.model, span_loss=model.span_loss), told.vocab_size) == (model, vocab_size):
+            found = told
+    check_weights(source, weights, model, vocab_size)
+    tokenizer = (found.tokenizer, found.tokenizer_sha256)
+    state = converted_state(found.run, 0, vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
+    return found
+
+
+def _model(source: Path, config: dict[str, Any], given: ModelConfig) -> ModelConfig:
+    """The model of a config.json. Raises UsageError."""
+    if config.get("model_type") != "all_attention":
+        rule = f"is of a model of type {config.get('model_type')!r}, not all_attention"
+        raise usage_error("file", source / "config.json", rule, _GIVE)
+    values = asdict(given)
+    for field in fields(ModelConfig):
+        if field.name in config and field.name not in _OURS:
+            values[field.name] = config[field.name]
+    if isinstance(values["adaptive_cutoffs"], list):
+        values["adaptive_cutoffs"] = ",".join(map(str, values["adaptive_cutoffs"]))
+    try:
+        return ModelConfig(**values)
+    except UsageError as error:
+        raise UsageError(f"file {source / 'config.json'}: {error}") from error

@@ -1,0 +1,215 @@
+"""Whatever stands in a file that is read: one of our own errors or a sound result, no hang, little memory.
+
+Each reader gets files that are near right: a valid one with bytes changed, cut out or put in, or, of JSON, with any value
+in the place of another. A few of each here, a hundred thousand by `make test-fuzz`.
+"""
+
+import hashlib
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
+from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.data.indexed import IndexedReader, IndexedWriter
+from megatron_allattn.data.tokenizers import CharTokenizer, WordTokenizer, tokenizer_from_file
+
+FEW, MANY = 300, 100_000
+MEMORY = 400 * 2**20  # that a reader's inputs, of at most some hundred bytes, may cost together
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["", "../x", "/etc/passwd", "F32", 2**64, -1, 1e308, "0" * 200]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@st.composite
+def bytes_near(draw: Any, valid: bytes) -> bytes:
+    """A file's bytes with some of them changed, removed or put in."""
+    content = bytearray(valid)
+    for _ in range(draw(st.integers(1, 4))):
+        where = draw(st.integers(0, len(content)))
+        kind = draw(st.sampled_from(["change", "remove", "insert", "cut", "number"]))
+        if kind == "change" and where < len(content):
+            content[where] = draw(st.integers(0, 255))
+        elif kind == "remove":
+            del content[where : where + draw(st.integers(1, 16))]
+        elif kind == "insert":
+            content[where:where] = draw(st.binary(max_size=16))
+        elif kind == "cut":
+            del content[where:]
+        elif kind == "number":
+            size = draw(st.sampled_from([1, 4, 8]))
+            number = draw(st.sampled_from([0, 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size) - 1]))
+            content[where : where + size] = number.to_bytes(size, "little")
+    return bytes(content)
+
+
+@st.composite
+def json_near(draw: Any, valid: Any) -> Any:
+    """A JSON value with others in some places."""
+    content = json.loads(json.dumps(valid))
+    for _ in range(draw(st.integers(1, 3))):
+        places: list[tuple[Any, Any]] = []
+
+        def walk(value: Any, places: list[tuple[Any, Any]] = places) -> None:
+            keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+            for key in keys:
+                places.append((value, key))
+                walk(value[key])
+
+        walk(content)
+        if not places:
+            return draw(values)
+        parent, key = draw(st.sampled_from(places))
+        kind = draw(st.sampled_from(["replace", "remove", "add"]))
+        if kind == "replace":
+            parent[key] = draw(values)
+        elif kind == "remove":
+            del parent[key]
+        elif isinstance(parent, dict):
+            parent[draw(st.text(max_size=12))] = draw(values)
+    return content
+
+
+def fuzz(inputs: st.SearchStrategy[Any], read: Callable[[Any], object], count: int) -> None:
+    """Read so many inputs; anything but a result or a UsageError fails, and so does an input that takes seconds."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    @settings(max_examples=count, deadline=5000, database=None, suppress_health_check=list(HealthCheck))
+    @given(inputs)
+    def attempt(one: Any) -> None:
+        try:
+            read(one)
+        except UsageError as error:
+            assert "\n" not in str(error) and len(str(error)) < 2000
+
+    attempt()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MEMORY
+
+
+count_of_inputs = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
+
+
+@count_of_inputs
+def test_token_index(tmp_path: Path, count: int) -> None:
+    with IndexedWriter(tmp_path / "a", "u1") as writer:
+        for size in (3, 0, 5):
+            writer.add_sequence(np.arange(size, dtype="u1"))
+            writer.end_document()
+    index = tmp_path / "a.idx"
+
+    def read(content: bytes) -> None:
+        index.write_bytes(content)
+        reader = IndexedReader(tmp_path / "a")
+        assert sum(len(one) for document in reader.documents() for one in document) == reader.num_tokens == 8
+
+    fuzz(bytes_near(index.read_bytes()), read, count)
+
+
+@count_of_inputs
+def test_safetensors_header(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = [TensorInfo("a", "F32", (2, 3), 24), TensorInfo("b", "U8", (), 1), TensorInfo("c", "BF16", (0, 4), 0)]
+    valid = pack_header(tensors, {"format": "pt"}) + bytes(25)
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        assert sum(info.num_bytes for info in read_header(path)) <= len(content)
+
+    fuzz(bytes_near(valid), read, count)
+
+
+@count_of_inputs
+def test_safetensors_header_of_other_values(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "a.safetensors"
+    valid = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "U8", "shape": [], "data_offsets": [24, 25]},
+    }
+
+    def read(entries: Any) -> None:
+        text = json.dumps(entries).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(25))
+        assert sum(info.num_bytes for info in read_header(path)) <= 25
+
+    fuzz(json_near(valid), read, count)
+
+
+@count_of_inputs
+def test_manifest(tmp_path: Path, count: int) -> None:
+    """Its marker fits, whatever stands in it; nothing outside its folder is looked at."""
+    temporary = folder.begin(tmp_path, 3)
+    (temporary / "state.json").write_text("{}")
+    step = folder.commit(temporary, 3)
+    (tmp_path / "checkpoints" / "outside").write_text("{}")
+    valid = json.loads((step / folder.MANIFEST).read_text())
+    outside = {"files": {"../outside": {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}}
+
+    def read(content: Any) -> None:
+        text = json.dumps(content).encode()
+        (step / folder.MANIFEST).write_bytes(text)
+        (step / folder.MARKER).write_text(hashlib.sha256(text).hexdigest())
+        assert set(folder.verify(step)["files"]) <= {"state.json"}
+
+    with pytest.raises(UsageError, match=r"expected names of files in this folder, found '\.\./outside'"):
+        read(valid | outside)
+    fuzz(json_near(valid), read, count)
+
+
+@count_of_inputs
+def test_manifest_of_other_bytes(tmp_path: Path, count: int) -> None:
+    temporary = folder.begin(tmp_path, 3)
+    (temporary / "state.json").write_text("{}")
+    step = folder.commit(temporary, 3)
+
+    def read(content: bytes) -> None:
+        (step / folder.MANIFEST).write_bytes(content)
+        (step / folder.MARKER).write_text(hashlib.sha256(content).hexdigest())
+        folder.verify(step)
+
+    fuzz(bytes_near((step / folder.MANIFEST).read_bytes()), read, count)
+
+
+@count_of_inputs
+def test_configuration(count: int) -> None:
+    fuzz(json_near(RunConfig().to_dict()), RunConfig.from_dict, count)
+
+
+@count_of_inputs
+@pytest.mark.parametrize("valid", [CharTokenizer(["a", "b", "é"]), WordTokenizer(["the", "<eos>", "<unk>", "of"])])
+def test_tokenizer_file(tmp_path: Path, valid: Any, count: int) -> None:
+    path = tmp_path / "vocabulary.json"
+
+    def read(content: Any) -> None:
+        path.write_text(json.dumps(content))
+        tokenizer = tokenizer_from_file(path)
+        assert tokenizer.vocab_size > 0 and isinstance(tokenizer.decode([0]), str | bytes)
+
+    fuzz(json_near(valid.to_json()), read, count)
+
+
+@count_of_inputs
+def test_tokenizer_file_of_other_bytes(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "vocabulary.json"
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        tokenizer_from_file(path)
+
+    fuzz(bytes_near(json.dumps(CharTokenizer(["a", "b"]).to_json()).encode()), read, count)

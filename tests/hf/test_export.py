@@ -1,0 +1,101 @@
+"""Folders for Hugging Face transformers: the same log-probabilities, cached generation, and the way back."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_allattn.checkpoint.conversion import SavedRun, read_run
+from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.hf import export
+from tests.support.saved_runs import MODELS, VOCABULARY, same_weights, saved_run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def exported(folder: Path, name: str) -> tuple[SavedRun, Any]:
+    saved = saved_run(folder / "run", MODELS[name])
+    line = export.write(saved, folder / "out")
+    assert line.startswith("log-probabilities under transformers ")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out", trust_remote_code=True)
+    return saved, model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_are_the_same(tmp_path: Path, name: str) -> None:
+    """Of a text that is longer than the longest span and than what is computed at a time."""
+    saved, model = exported(tmp_path, name)
+    ids = torch.randint(0, VOCABULARY, (1, 400), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(ids).logits.log_softmax(-1)
+    torch.testing.assert_close(found, export.log_probabilities(saved, ids), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_generation_is_that_without_a_cache(tmp_path: Path, name: str) -> None:
+    _, model = exported(tmp_path, name)
+    prompt = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(2))
+    given: dict[str, Any] = {"max_new_tokens": 120, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(prompt, use_cache=True, **given)
+    assert cached.shape == (2, 127)
+    assert cached.equal(model.generate(prompt, use_cache=False, **given))
+
+
+@pytest.mark.parametrize("name", ["all-attn", "masked", "head-split", "adaptive"])
+def test_padding_on_the_left_changes_nothing(tmp_path: Path, name: str) -> None:
+    _, model = exported(tmp_path, name)
+    long, short = (
+        torch.randint(0, VOCABULARY, (1, size), generator=torch.Generator().manual_seed(size)) for size in (9, 4)
+    )
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), short], dim=1)
+    mask = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
+    given: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(torch.cat([long, padded]), attention_mask=mask, **given)
+    assert together[0, 9:].equal(model.generate(long, **given)[0, 9:])
+    assert together[1, 9:].equal(model.generate(short, **given)[0, 4:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    saved, model = exported(tmp_path, name)
+    export.read(tmp_path / "out", tmp_path / "back", RunConfig())
+    back = read_run(tmp_path / "back")
+    assert same_weights(saved, back) and back.run == saved.run
+    model.save_pretrained(tmp_path / "theirs")  # what transformers writes has no description of ours
+    export.read(tmp_path / "theirs", tmp_path / "again", RunConfig())
+    assert same_weights(saved, read_run(tmp_path / "again"))
+
+
+def test_it_can_be_trained(tmp_path: Path) -> None:
+    _, model = exported(tmp_path, "all-attn")
+    model.train()
+    ids = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    exported(tmp_path, "all-attn")
+    path = tmp_path / "out/config.json"
+    content = json.loads(path.read_text())
+    for change, message in (
+        ({"model_type": "gpt2"}, "is of a model of type 'gpt2', not all_attention"),
+        ({"hidden_size": 64}, r"tensor embedding.weight has shape \(17, 32\), the model wants \(17, 64\)"),
+        ({"vocab_size": None}, "has vocab_size None"),
+        ({"num_layers": "three"}, "--num-layers"),
+    ):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(UsageError, match=message):
+            export.read(tmp_path / "out", tmp_path / "back", RunConfig())
+        assert not (tmp_path / "back").exists()

@@ -1,0 +1,86 @@
+"""Checkpoints of small models, trained for some steps, for tests of what they are converted to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_allattn.checkpoint import save
+from megatron_allattn.checkpoint.conversion import SavedRun, read_run
+from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_allattn.data.tokenizers import NullTokenizer
+from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.initialization import initialize
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.groups import single_process_groups
+
+VOCABULARY = 17
+_SMALL: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "persistent_memory_size": 8,
+    "max_attention_span": 96,
+    "span_ramp": 8,
+}
+MODELS = {
+    "all-attn": ModelConfig(**_SMALL),
+    "window": ModelConfig(**_SMALL, span_normalization="window", position_values="shared"),
+    "masked": ModelConfig(**_SMALL, empty_cache="mask"),
+    "fixed": ModelConfig(**_SMALL | {"persistent_memory_size": 0}, adaptive_span=False),
+    "attn-split": ModelConfig(**_SMALL, variant="attn-split"),
+    "head-split": ModelConfig(**_SMALL, variant="head-split"),
+    "single-head": ModelConfig(**_SMALL, variant="single-head"),
+    "ff-attn": ModelConfig(**_SMALL | {"persistent_memory_size": 0}, variant="ff-attn", feed_forward_size=12),
+    "transformer": ModelConfig(
+        **_SMALL | {"persistent_memory_size": 0}, variant="transformer", feed_forward_size=12, adaptive_span=False
+    ),
+    "tied": ModelConfig(**_SMALL, untie_embeddings_and_output_weights=False),
+    "adaptive": ModelConfig(**_SMALL, adaptive_cutoffs="4,10"),
+    "adaptive tied": ModelConfig(**_SMALL, adaptive_cutoffs="4,10", untie_embeddings_and_output_weights=False),
+}
+
+
+def saved_run(folder: Path, model: ModelConfig, optimizer: str = "adam", steps: int = 2) -> SavedRun:
+    """A run folder with one checkpoint, whose spans differ."""
+    training = TrainingConfig(seq_length=12, global_batch_size=3)
+    run = RunConfig(model=model, optimizer=OptimizerConfig(optimizer=optimizer, clip_grad=0.5), training=training)
+    groups = single_process_groups()
+    network = Network(model, VOCABULARY, groups.tensor, FusedOps("torch"))
+    initialize(network, 5)
+    with torch.no_grad():
+        for layer, z in enumerate(network.span_parameters()):
+            z.copy_((torch.arange(len(z)) * 0.1 + layer * 0.05).view(-1, 1, 1))
+    engine = PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, FusedOps("torch"))
+    tokens = np.random.default_rng(3).integers(0, VOCABULARY, (3, 12 * steps + 1))
+    for step in range(1, steps + 1):
+        block = tokens[:, 12 * (step - 1) : 12 * step + 1]
+        engine.train_step(block[:, :-1], block[:, 1:], step, 1e-3, engine.spans())
+    null = NullTokenizer(VOCABULARY)
+    state = {
+        "config": run.to_dict(),
+        "vocab_size": VOCABULARY,
+        "tokens": 36 * steps,
+        "tokenizer": null.to_json(),
+        "tokenizer_sha256": null.fingerprint,
+        "data": None,
+        "skipped": 0,
+    }
+    save.save(folder, steps, engine, state)
+    return read_run(folder)
+
+
+def same_weights(one: SavedRun, other: SavedRun) -> bool:
+    """Whether they have the same weights, to the bit, and the same model."""
+    pairs = [(one.weights.read(name), other.weights.read(name)) for name in one.weights.names]
+    same = all(a.dtype == b.dtype and a.equal(b) for a, b in pairs)
+    return same and sorted(one.weights.names) == sorted(other.weights.names) and one.run.model == other.run.model
+
+
+def same_state(one: SavedRun, other: SavedRun) -> bool:
+    """Whether they have the same optimizer state, to the bit, at the same step."""
+    pairs = [(one.optimizer.read(name), other.optimizer.read(name)) for name in one.optimizer.names]
+    same = all(a.equal(b) for a, b in pairs) and sorted(one.optimizer.names) == sorted(other.optimizer.names)
+    return bool(pairs) and same and one.state["step"] == other.state["step"]
