@@ -81,12 +81,15 @@ def write_pickled(path: Path, content: Any) -> None:
     Raises UsageError: `path` exists or its folder does not; StorageError: it cannot be written, nothing is then left.
     """
     with made_whole(path) as temporary:
-        dump(temporary, content)
+        dump(temporary, content, path)
 
 
-def dump(path: Path, content: Any) -> None:
-    """Write a new file by `torch.save` and flush it. Raises StorageError, which leaves a partial file."""
-    with storage_errors(path, _num_bytes(content)):
+def dump(path: Path, content: Any, known_as: Path | None = None) -> None:
+    """Write a new file by `torch.save` and flush it. Raises StorageError, which leaves a partial file.
+
+    known_as: what it will be called, for the error.
+    """
+    with storage_errors(known_as or path, _num_bytes(content)):
         try:
             with open(path, "xb") as handle:
                 torch.save(content, handle)

@@ -3,7 +3,7 @@
     OUT/latest_universal                             the next folder's name
     OUT/global_step100_universal/
         megatron_allattn.json                        the `Description`, from which it can be read here
-        mp_rank_00_model_states.pt                   DeepSpeed's counters
+        mp_rank_00_model_states.pt                   DeepSpeed's counters; with zero_pp_rank_0_ before it for ZeRO 3
         zero/optimizer_state.pt                      of the optimizer what is not in tensors
         zero/PARAMETER/{fp32,exp_avg,exp_avg_sq}.pt  {"param": whole, "cat_dim": what tensor parallelism cuts}
         zero/PARAMETER/step.pt                       the number of updates
@@ -69,7 +69,9 @@ def write(saved: SavedRun, output: Path) -> str:
         content = {"state": {0: {"step": updates}}, "param_groups": groups}
         states = {"clip_grad": optimizer.clip_grad, "param_groups": groups, "optimizer_state_dict": content}
         dump(zero / "optimizer_state.pt", states | about)
-        dump(temporary / name / "mp_rank_00_model_states.pt", {"module": {}, "lr_scheduler": None} | counters | about)
+        for prefix in ("", "zero_pp_rank_0_"):  # the second for ZeRO 3
+            path = temporary / name / f"{prefix}mp_rank_00_model_states.pt"
+            dump(path, {"module": {}, "lr_scheduler": None} | counters | about)
         write_json_atomic(temporary / name / DESCRIPTION, Description.of(saved).to_dict())
         write_text_atomic(temporary / LATEST, name)
         _compare(saved, zero, network)

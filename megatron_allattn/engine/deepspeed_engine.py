@@ -58,6 +58,10 @@ class Mpu:
     def get_model_parallel_group(self) -> Any:
         return self.groups.tensor.handle
 
+    # by their newer names, as its universal checkpoints ask for them
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
     def get_data_parallel_rank(self) -> int:
         return self.groups.data.rank
 

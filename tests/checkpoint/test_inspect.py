@@ -51,11 +51,11 @@ def test_text_of_an_intact_checkpoint(run: Path):
         *["step: 12", "config:", "model:", "num_layers: 2", "adaptive_span: true", "recipe: null"],
         *["data:", "position: 640", "offsets: a list of 100", "versions:", 'torch: "2.13.0"'],
         "optimizer-00001.safetensors: 2 tensors, 32 bytes",
-        "step I64 [] 8",
         "layers.0.query.moment BF16 [3, 4] 24",
+        "step I64 [] 8",
         "weights-00001.safetensors: 2 tensors, 64 bytes",
-        "layers.0.span F64 [2] 16",
         "layers.0.query F32 [3, 4] 48",
+        "layers.0.span F64 [2] 16",
         "total: 4 tensors, 96 bytes",
         "intact: every file matches the manifest",
     ]
@@ -66,7 +66,7 @@ def test_json_of_a_step_folder(run: Path):
     found = json.loads(output)
     assert code == 0
     assert (found["intact"], found["problems"], found["state"]) == (True, [], STATE)
-    assert found["tensors"][3] == {
+    assert found["tensors"][2] == {
         "file": "weights-00001.safetensors",
         "name": "layers.0.query",
         "dtype": "F32",

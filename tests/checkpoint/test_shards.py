@@ -82,7 +82,10 @@ def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
 
 def test_a_grid_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     saved = saved_run(tmp_path / "run", MODELS["all-attn"])
-    for parallel, message in ((grid(3, 1), "--num-attention-heads 4: "), (grid(1, 4), "3 layers fill at most 3")):
+    for parallel, message in (
+        (grid(3, 1), "must divide --num-attention-heads 4"),
+        (grid(1, 4), "3 layers fill at most 3"),
+    ):
         with pytest.raises(UsageError, match=message):
             shards.write(saved, tmp_path / "out", parallel)
     assert not (tmp_path / "out").exists()

@@ -43,25 +43,27 @@ MODELS = {
 }
 
 
-def saved_run(folder: Path, model: ModelConfig, optimizer: str = "adam", steps: int = 2) -> SavedRun:
+def saved_run(
+    folder: Path, model: ModelConfig, optimizer: str = "adam", steps: int = 2, vocab_size: int = VOCABULARY
+) -> SavedRun:
     """A run folder with one checkpoint, whose spans differ."""
     training = TrainingConfig(seq_length=12, global_batch_size=3)
     run = RunConfig(model=model, optimizer=OptimizerConfig(optimizer=optimizer, clip_grad=0.5), training=training)
     groups = single_process_groups()
-    network = Network(model, VOCABULARY, groups.tensor, FusedOps("torch"))
+    network = Network(model, vocab_size, groups.tensor, FusedOps("torch"))
     initialize(network, 5)
     with torch.no_grad():
         for layer, z in enumerate(network.span_parameters()):
             z.copy_((torch.arange(len(z)) * 0.1 + layer * 0.05).view(-1, 1, 1))
     engine = PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, FusedOps("torch"))
-    tokens = np.random.default_rng(3).integers(0, VOCABULARY, (3, 12 * steps + 1))
+    tokens = np.random.default_rng(3).integers(0, vocab_size, (3, 12 * steps + 1))
     for step in range(1, steps + 1):
         block = tokens[:, 12 * (step - 1) : 12 * step + 1]
         engine.train_step(block[:, :-1], block[:, 1:], step, 1e-3, engine.spans())
-    null = NullTokenizer(VOCABULARY)
+    null = NullTokenizer(vocab_size)
     state = {
         "config": run.to_dict(),
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocab_size,
         "tokens": 36 * steps,
         "tokenizer": null.to_json(),
         "tokenizer_sha256": null.fingerprint,

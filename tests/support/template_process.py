@@ -121,10 +121,10 @@ def _shared(new_group: Callable[..., Any]) -> Callable[..., Any]:
     test ends its groups, and a pipeline of DeepSpeed's makes a dozen."""
     kept: dict[tuple[Any, ...], Any] = {}
 
-    def shared(ranks: Any = None, timeout: timedelta | None = None) -> Any:
-        key = (None if ranks is None else tuple(ranks), timeout)
+    def shared(ranks: Any = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
+        key = (None if ranks is None else tuple(ranks), timeout, backend)
         if key not in kept:
-            kept[key] = new_group(ranks, timeout)
+            kept[key] = new_group(ranks, timeout, backend)
         return kept[key]
 
     return shared
