@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -89,12 +90,13 @@ def write_tensors(
     """
     header, digest = pack_header(infos, metadata), hashlib.sha256()
     needed = len(header) + sum(info.num_bytes for info in infos)
-    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle:
+    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle, ThreadPoolExecutor(1) as beside:
 
         def write(content: memoryview) -> None:
-            digest.update(content)
+            hashed = beside.submit(digest.update, content)  # takes about as long as the writing
             while content:
                 content = content[handle.write(content) :]
+            hashed.result()
 
         write(memoryview(header))
         for info, tensor in zip(infos, tensors, strict=True):

@@ -1,11 +1,16 @@
 """Replicas that are no longer the same are found before a checkpoint is written."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_allattn.config import RunConfig
+from megatron_allattn.config.run import CheckpointConfig
 from megatron_allattn.engine.drift import Drift, _apart, check_replicas
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import PeerFailed
+from megatron_allattn.parallel.failures import Watch
 from tests.support.pool import WorkerError, WorkerPools
 from tests.support.trajectories import Case, build
 
@@ -99,8 +104,8 @@ def _save(rank: int, world_size: int, folder: str) -> None:
     with torch.no_grad():
         if rank == 1:
             engine.network.position.key[0, 0, 0] += 1
-    run = type("Run", (), {"checkpoint": type("Checkpoint", (), {"save": folder})})
-    session.Session(run, None, None, engine, None, []).save()
+    run = RunConfig(checkpoint=CheckpointConfig(save=Path(folder)))
+    session.Session(run, None, None, engine, None, [], Watch(engine.groups, 60.0)).save()
 
 
 def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:

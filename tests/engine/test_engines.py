@@ -124,7 +124,7 @@ def _held(engine: Engine) -> dict[str, bytes]:
     """All that a step changes."""
     tensors = {logical.name: tensor for logical, tensor in engine.weights()} | dict(engine.optimizer_state())
     tensors |= {name: cache for name, cache in engine.caches() if cache is not None}
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | None, list[bool], int]:
@@ -144,7 +144,7 @@ def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | N
         said.append(result.not_finite)
         moved.append(_held(engine) != before)
     assert said[0] is said[2] is said[3] is None and engine.skipped == 1
-    return said[1], moved, engine.optimizer.param_groups[0].get("step", 3)
+    return said[1], moved, engine.optimizer.param_groups[0]["step"]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,5 @@ def test_a_step_with_what_is_not_a_number_leaves_nothing(case: Case, pools: Work
     kind = "tensor group" if case.tensor > 1 else "data group"
     where, layer = ("stage 2 of the pipeline group", 2) if case.pipeline > 1 else (kind, 0)
     gradient = f"the gradient is not finite on rank 1 ({where} [0, 1]): layers.{layer}.query.weight"
-    updates = 3 if case.optimizer == "adam" else 4
     for what, said in (("gradient", gradient), ("loss", f"the loss is not finite on rank 1 ({where} [0, 1])")):
-        assert pools(2).run(_spoiled, case, what) == [(said, [True, False, True, True], updates)] * 2
+        assert pools(2).run(_spoiled, case, what) == [(said, [True, False, True, True], 3)] * 2

@@ -15,7 +15,7 @@ from tests.support.template import Template
 FAULTY = str(ROOT / "tests" / "support" / "faulty.py")
 TIMEOUT = 15.0  # seconds, of every collective
 SLACK = 120.0  # for a machine that does other things too
-FLAGS = ["--num-layers", "4", "--train-iters", "6", "--log-interval", "1", "--save", "run"]
+FLAGS = {"--num-layers": "4", "--train-iters": "6", "--log-interval": "1", "--save": "run"}
 PATH = {"PYTHONPATH": str(ROOT)}
 
 
@@ -36,7 +36,7 @@ class Runs:
 
     def __init__(self, folder: Path, data: Path, template: Template) -> None:
         self.folder, self._template = folder, template
-        self._flags = [*TINY[2:], *FLAGS, "--data-path", str(data)]
+        self._flags = [*TINY[2:], "--data-path", str(data)]
 
     def plain(self, count: int, rank: int, fault: str, *flags: str) -> Ended:
         """As processes that plain environment variables bring together. AssertionError when one does not end."""
@@ -65,7 +65,8 @@ class Runs:
     def _command(self, rank: int, fault: str, flags: tuple[str, ...]) -> list[str]:
         minutes = ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
         when = fault if "@" in fault else f"{fault}@3"
-        return [sys.executable, FAULTY, str(rank), when, *self._flags, *minutes, *flags]
+        usual = [word for name, value in FLAGS.items() if name not in flags for word in (name, value)]
+        return [sys.executable, FAULTY, str(rank), when, *self._flags, *usual, *minutes, *flags]
 
 
 def ended(programs: list[Program]) -> Ended:

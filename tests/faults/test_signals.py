@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -45,10 +46,10 @@ def check(runs: Runs, end: Ended, name: str) -> int:
     return step
 
 
-def trained(runs: Runs) -> list[dict]:
+def trained(runs: Runs, run: str = "run") -> list[dict[str, Any]]:
     return [
         {name: value for name, value in record.items() if name != "tokens_per_second"}
-        for record in records(runs.folder / "run")
+        for record in records(runs.folder / run)
     ]
 
 
@@ -71,12 +72,7 @@ def test_one_signal_stops_all_ranks_at_one_step(runs: Runs, flags: tuple[str, ..
     assert runs.plain(2, 0, NEVER, *more, "--load", "run").codes == [0, 0]
     resumed = [record for record in trained(runs) if record["kind"] == "train"]
     assert runs.plain(2, 0, NEVER, *more, "--save", "whole").codes == [0, 0]
-    whole = [
-        {key: value for key, value in record.items() if key != "tokens_per_second"}
-        for record in records(runs.folder / "whole")
-        if record["kind"] == "train"
-    ]
-    assert resumed == whole
+    assert resumed == [record for record in trained(runs, "whole") if record["kind"] == "train"]
 
 
 def test_one_process_stops_too(runs: Runs) -> None:
@@ -99,9 +95,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs)
     assert runs.plain(2, 0, NEVER, *slow, *TP2, "--load", "run").codes == [0, 0]
     resumed = trained(runs)
     assert runs.plain(2, 0, NEVER, *slow, *TP2, "--save", "whole").codes == [0, 0]
-    runs.folder.joinpath("run").rename(runs.folder / "stopped")
-    runs.folder.joinpath("whole").rename(runs.folder / "run")
-    assert resumed == trained(runs)
+    assert resumed == trained(runs, "whole")
 
 
 def test_a_signal_in_a_save(runs: Runs) -> None:

@@ -1,7 +1,7 @@
 """Whatever stands in a file that is read: one of our own errors or a sound result, no hang, little memory.
 
-Each reader gets files that are near right: a valid one with bytes changed, cut out or put in, or, of JSON, with any value
-in the place of another. A few of each here, a hundred thousand by `make test-fuzz`.
+Each reader gets files that are near right: a valid one with bytes changed, cut out or put in, or, of JSON, with any
+value in the place of another. A few of each here, a hundred thousand by `make test-fuzz`.
 """
 
 import hashlib

@@ -1,0 +1,72 @@
+"""Disks that are full, limited or read-only, and a second run on the same folder."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import FAULTY, PATH, Runs
+from tests.support.commands import environment
+from tests.support.template import ROOT
+
+COMMON = ("--num-layers", "4", "--train-iters", "4", "--save-interval", "2", "--log-interval", "1")
+
+
+def in_a_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A shell script with mounts of its own."""
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script]
+    return subprocess.run(
+        command, cwd=folder, env=environment(PATH), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def pretrain(runs: Runs, *flags: str) -> str:
+    """The command, quoted."""
+    command = [sys.executable, str(ROOT / "pretrain.py"), *runs._flags, *COMMON, *flags]
+    return shlex.join(command)
+
+
+namespaces = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+
+
+@namespaces
+def test_a_file_system_that_fills_up_keeps_the_old_checkpoint(runs: Runs) -> None:
+    """With room for one checkpoint and not for two: told with the path and the bytes, nothing half-written is left."""
+    first = pretrain(runs, "--save", "small/run", "--train-iters", "2").replace("--train-iters 4 ", "", 1)
+    second = pretrain(runs, "--save", "small/run", "--load", "small/run")
+    script = (
+        f"mkdir small; mount -t tmpfs -o size=64m none small; {first} > /dev/null; "
+        "used=$(du -sk small | cut -f1); mount -o remount,size=$((used + used / 2))k small; "
+        f"set +e; {second}; echo code $?; ls -A small/run/checkpoints; cat small/run/latest"
+    )
+    done = in_a_namespace(script, runs.folder)
+    assert "error: small/run/checkpoints/" in done.stderr and "no space left: " in done.stderr, done.stderr
+    assert "bytes needed, " in done.stderr and "bytes free; free some space or save to another folder" in done.stderr
+    assert done.stdout.splitlines()[-3:] == ["code 1", "step_00000002", "step_00000002"]
+
+
+@namespaces
+def test_a_read_only_folder_is_refused_before_training(runs: Runs) -> None:
+    script = (
+        f"mkdir there; mount --bind there there; mount -o remount,bind,ro there; set +e; "
+        f"{pretrain(runs, '--save', 'there/run')}; echo code $?"
+    )
+    done = in_a_namespace(script, runs.folder)
+    assert done.stdout.splitlines()[-1] == "code 2" and "step 1/" not in done.stdout
+    assert "the run folder cannot be written (Read-only file system); choose another --save" in done.stderr
+
+
+def test_a_limit_on_files_keeps_the_old_checkpoint(runs: Runs) -> None:
+    assert runs.plain(1, 0, "pause@0", "--train-iters", "2").codes == [0]
+    command = [sys.executable, FAULTY, "0", "pause@0", *runs._flags, *COMMON, "--save", "run", "--load", "run"]
+    script = f"trap '' XFSZ; ulimit -f 40; {shlex.join(command)}; echo code $?"
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=runs.folder, env=environment(PATH), capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "code 1"
+    assert "the file size limit is reached: " in done.stderr and "raise it (ulimit -f)" in done.stderr
+    names = sorted(path.name for path in (runs.folder / "run/checkpoints").iterdir())
+    assert names == ["step_00000002"]
