@@ -5,6 +5,7 @@
     python tools/benchmark.py step --recipe enwik8-small --micro-batch-size 2 --span-profile facts --json step.json
     python tools/benchmark.py generate
     python tools/benchmark.py data
+    python tools/benchmark.py save
 
 `python tools/benchmark.py COMMAND --help` lists a command's flags. What is compared takes turns, round after round,
 after a warm-up; medians are printed and every number goes to --json. docs/performance.md says what each number means.
@@ -79,12 +80,19 @@ def add_data(parser: ToolParser) -> None:
     add("--seq-length", type=count, default=512, metavar="M", help="tokens of a stream's block (default 512)")
 
 
+def add_save(parser: ToolParser) -> None:
+    """What a checkpoint costs: its rate beside plain files, and how long training stands still."""
+    add = _add_shape(parser)
+    add("--folder", type=Path, default=Path("."), metavar="DIR", help="where to write, and remove (default here)")
+
+
 COMMANDS: dict[str, Callable[[ToolParser], None]] = {
     "attention": add_attention,
     "layer": add_layer,
     "step": add_step,
     "generate": add_generate,
     "data": add_data,
+    "save": add_save,
 }
 
 

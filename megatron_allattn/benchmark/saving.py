@@ -16,7 +16,7 @@ import torch
 from megatron_allattn.benchmark.networks import Z, random_network, zipf_tokens
 from megatron_allattn.benchmark.timing import ratios, summarize
 from megatron_allattn.checkpoint.saver import Saver
-from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES
+from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, cut
 from megatron_allattn.config import ModelConfig, RunConfig, TrainingConfig
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import choose_fused
@@ -49,16 +49,15 @@ class Saves:
         """MB/s of writing and flushing files."""
         folder = self._folder / "plain"
         folder.mkdir()
-        values = [one.values.view(torch.uint8).numpy().data for one in self.engine.fragments()]
-        start, room, handle, count = time.perf_counter(), 0, None, 0
-        for content in values:
-            if handle is None or len(content) > room:
-                _close(handle)
-                handle, room, count = open(folder / str(count), "wb", buffering=0), DEFAULT_MAX_BYTES, count + 1
-            room -= len(content)
-            while content:
-                content = content[handle.write(content) :]
-        _close(handle)
+        values = [one.values.view(torch.uint8).numpy().data for one in self.engine.fragments() if one.values.numel()]
+        start = time.perf_counter()
+        for number, part in enumerate(cut(values, len, DEFAULT_MAX_BYTES)):
+            with open(folder / str(number), "xb", buffering=0) as handle:
+                for content in part:
+                    left = content
+                    while left:
+                        left = left[handle.write(left) :]
+                os.fsync(handle.fileno())
         took = time.perf_counter() - start
         shutil.rmtree(folder)
         return self.num_bytes / 1e6 / took
@@ -88,12 +87,6 @@ class Saves:
 
     def _clear(self) -> None:
         shutil.rmtree(self._folder / "run")
-
-
-def _close(handle: Any) -> None:
-    if handle is not None:
-        os.fsync(handle.fileno())
-        handle.close()
 
 
 def measure_saves(saves: Saves, *, runs: int, warmup: int) -> dict[str, Any]:

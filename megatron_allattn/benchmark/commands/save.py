@@ -1,41 +1,35 @@
-"""`benchmark.py save`."""
+"""`tools/benchmark.py save`: what a checkpoint costs."""
 
 import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-
-from megatron_allattn.benchmark.machine import describe_machine
-from megatron_allattn.benchmark.report import machine_lines, percent, table, write_json
+from megatron_allattn.benchmark import report
+from megatron_allattn.benchmark.commands import common
+from megatron_allattn.benchmark.machine import describe
 from megatron_allattn.benchmark.saving import Saves, measure_saves
-from megatron_allattn.benchmark.shapes import shape_of
 
 
 def run(options: argparse.Namespace) -> int:
-    torch.set_num_threads(options.threads)
-    shape = shape_of(
-        options.recipe,
-        options.micro_batch_size,
-        options.seq_length,
-        options.span_profile,
-        num_layers=options.num_layers,
-        persistent_memory_size=options.persistent_memory_size,
-        attention_dropout=options.attention_dropout,
-    )
-    machine = describe_machine(torch.device("cpu"), options.threads)
-    print("\n".join([*machine_lines(machine, None), shape.describe(), *(f"note: {one}" for one in shape.notes)]))
-    with tempfile.TemporaryDirectory(prefix="saves-", dir=options.folder) as folder:
+    device = common.prepare(options)
+    shape = common.shape(options)
+    machine = describe(device, options.threads)
+    print(*report.machine_lines(machine, None), shape.describe(), sep="\n")
+    with tempfile.TemporaryDirectory(prefix="benchmark_save_", dir=options.folder) as folder:
         saves = Saves(Path(folder), shape.model, shape.vocab_size, shape.batch, shape.block, shape.z)
-        found = measure_saves(saves, runs=options.runs, warmup=options.warmup)
-    print(f"{found['bytes'] / 1e6:,.0f} MB of state in {options.folder}\n")
+        result = measure_saves(saves, runs=options.runs, warmup=options.warmup)
     rows = [
-        ["plain files", f"{found['plain_mb_per_second']['median']:,.0f} MB/s", ""],
-        ["a save", f"{found['save_mb_per_second']['median']:,.0f} MB/s", percent(found["share_of_plain"]["median"])],
-        ["a step", f"{found['seconds_per_step']['median']:.2f} s", ""],
-        ["standstill", f"{found['blocked_seconds']['median']:.3f} s", percent(found["blocked_share"]["median"])],
-        ["a step beside a save", "", percent(found["step_beside"]["median"])],
+        ("plain files", f"{result['plain_mb_per_second']['median']:,.0f} MB/s", ""),
+        ("a save", f"{result['save_mb_per_second']['median']:,.0f} MB/s", _share(result, "share_of_plain")),
+        ("a step", f"{result['seconds_per_step']['median']:.2f} s", ""),
+        ("training stands still", f"{result['blocked_seconds']['median']:.3f} s", _share(result, "blocked_share")),
+        ("a step beside a save", "", _share(result, "step_beside")),
     ]
-    print(table(["", "median", "share"], rows))
-    write_json(options.json, "save", {"machine": machine, "shape": shape.to_dict(), **found})
+    print(report.table((f"{result['bytes'] / 1e6:,.0f} MB of state", "median", "share"), rows))
+    settings = {**shape.to_dict(), "runs": options.runs, "warmup": options.warmup}
+    report.write_json(options.json, "save", {**result, "machine": machine, "settings": settings})
     return 0
+
+
+def _share(result: dict, name: str) -> str:
+    return report.percent(result[name]["median"])
