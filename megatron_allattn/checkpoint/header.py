@@ -61,6 +61,12 @@ def read_metadata(path: Path) -> dict[str, str]:
     return _read(path)[1]
 
 
+def values_start(path: Path) -> int:
+    """The byte of a whole safetensors file at which its values begin."""
+    with open(path, "rb") as handle:
+        return 8 + int(struct.unpack("<Q", handle.read(8))[0])
+
+
 def _read(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     try:
         size = path.stat().st_size

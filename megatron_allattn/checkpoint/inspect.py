@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
 from megatron_allattn.checkpoint.folder import FOLDER, Damaged, find_latest, run_around, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.config.errors import UsageError
@@ -21,6 +22,7 @@ class Inspection:
     state: dict[str, Any]
     tensors: dict[str, list[TensorInfo]]  # by file name
     problems: list[str]
+    verified: bool  # whether every byte was looked at, or sizes alone
 
     @property
     def intact(self) -> bool:
@@ -31,6 +33,7 @@ class Inspection:
         return {
             "folder": str(self.folder),
             "intact": self.intact,
+            "verified": self.verified,
             "problems": self.problems,
             "skipped": self.skipped,
             "state": self.state,
@@ -58,14 +61,17 @@ class Inspection:
                 lines.append(f"  {info.name:<48} {info.dtype:<5} {list(info.shape)!s:<20} {info.num_bytes:>15,}")
         every = [info for infos in self.tensors.values() for info in infos]
         lines.append(f"total: {len(every)} tensors, {sum(info.num_bytes for info in every):,} bytes")
-        lines += [f"damaged: {problem}" for problem in self.problems] or ["intact: every file matches the manifest"]
+        sound = "intact: every file matches the manifest, every number is finite"
+        sizes = "intact as far as sizes tell; --verify compares every byte and looks at every number"
+        lines += [f"damaged: {problem}" for problem in self.problems] or [sound if self.verified else sizes]
         return "\n".join(lines)
 
 
-def inspect(path: Path) -> Inspection:
+def inspect(path: Path, *, every_byte: bool = False) -> Inspection:
     """Inspect a step folder, or the newest complete step of a run folder.
 
-    Raises UsageError when `path` is neither; damage is not an error but part of what is returned.
+    every_byte: compare hashes, and look for numbers that are not finite; else sizes alone. Raises UsageError when
+    `path` is neither; damage is not an error but part of what is returned.
     """
     skipped: list[str] = []
     if (path / FOLDER).is_dir():
@@ -79,7 +85,7 @@ def inspect(path: Path) -> Inspection:
         raise UsageError(f"{path}: neither a run folder nor a step folder; {fix}")
     problems: list[str] = []
     try:
-        verify(path)
+        verify(path, every_byte=every_byte)
     except UsageError as error:
         problems.append(str(error))
     tensors: dict[str, list[TensorInfo]] = {}
@@ -88,9 +94,20 @@ def inspect(path: Path) -> Inspection:
             tensors[file.name] = read_header(file)
         except UsageError as error:
             problems.append(str(error))
+    if every_byte and not problems:
+        for name, place in places(tensors, path).items():
+            if count := not_finite(place):
+                problems.append(f"{place.path}: {name}: {count:,} numbers are not finite")
+    state = _read_state(path, problems)
     return Inspection(
-        folder=path, skipped=skipped, state=_read_state(path, problems), tensors=tensors, problems=problems
+        folder=path, skipped=skipped, state=state, tensors=tensors, problems=problems, verified=every_byte
     )
+
+
+def difference(one: Inspection, other: Inspection) -> list[str]:
+    """What differs between two checkpoints, a line each; tensors first."""
+    tensors = differences(places(one.tensors, one.folder), places(other.tensors, other.folder))
+    return tensors + [f"state: {line}" for line in state_differences(one.state, other.state)]
 
 
 def _read_state(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class Session:
         return {
             "tokens": self.tokens,
             "judged": self.judged,
+            "written_at": self._layout(),
             "skipped": self.engine.skipped,
             "recent_losses": list(self.guard.losses),
             "config": self.run.to_dict(),
@@ -134,6 +135,12 @@ class Session:
                 **{name: version(name) for name in ("torch", "deepspeed", "numpy")},
             },
         }
+
+    def _layout(self) -> dict[str, int]:
+        """What ran when a checkpoint was written, which nothing depends on."""
+        groups = self.engine.groups
+        sizes = {"tensor": groups.tensor.size, "pipeline": groups.pipeline.size, "data": groups.data.size}
+        return sizes | {"zero_stage": self.engine.zero_stage}
 
     def save(self) -> None:
         """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ, NotFinite where

@@ -1,6 +1,7 @@
 """tools/inspect_checkpoint.py: what it prints and its exit codes, on checkpoints whose content is known."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,11 @@ def test_text_of_an_intact_checkpoint(run: Path):
         "layers.0.query F32 [3, 4] 48",
         "layers.0.span F64 [2] 16",
         "total: 4 tensors, 96 bytes",
-        "intact: every file matches the manifest",
+        "intact as far as sizes tell; --verify compares every byte and looks at every number",
     ]
+    code, output, errors = _inspect(run, "--verify")
+    assert (code, errors) == (0, "")
+    assert output.splitlines()[-1] == "intact: every file matches the manifest, every number is finite"
 
 
 def test_json_of_a_step_folder(run: Path):
@@ -80,7 +84,8 @@ def test_damage_is_exit_code_1(run: Path):
     content = bytearray((folder / "weights-00001.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "weights-00001.safetensors").write_bytes(content)
-    code, output, errors = _inspect(folder)
+    assert _inspect(folder)[0] == 0  # the size is what it was
+    code, output, errors = _inspect(folder, "--verify")
     assert (code, errors) == (1, "")
     last = output.splitlines()[-1]
     assert last.startswith(f"damaged: {folder}/weights-00001.safetensors: damaged: expected SHA-256 ")
@@ -123,3 +128,48 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[object], messag
     code, output, errors = _inspect(*arguments)
     assert (code, output) == (2, "")
     assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+
+
+def test_a_damaged_newest_step_is_what_is_looked_at(run: Path) -> None:
+    temporary = begin(run, 13)
+    write_tensors_to(temporary, "weights", {"a": torch.ones(3)})
+    step = commit(temporary, 13)
+    (step / "weights-00001.safetensors").write_bytes(b"short")
+    code, output, _ = _inspect(run)
+    assert code == 1 and output.startswith(f"checkpoint {step}\n") and "damaged: " in output
+
+
+def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, 1)
+    tensors = {"a": torch.tensor([1.0, math.inf]), "b": torch.tensor([math.nan, 1.0, math.nan]).bfloat16()}
+    write_tensors_to(temporary, "weights", tensors | {"c": torch.ones(5, dtype=torch.float64)})
+    write_json_atomic(temporary / "state.json", {"step": 1})
+    commit(temporary, 1)
+    code, output, _ = _inspect(tmp_path, "--verify")
+    assert code == 1
+    assert [line.rpartition(": ")[2] for line in output.splitlines()[-2:]] == [
+        "1 numbers are not finite",
+        "2 numbers are not finite",
+    ]
+
+
+def test_what_differs_is_told(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    temporary = begin(other, 12)
+    changed = torch.ones(3, 4)
+    changed[1, 2] = 1.5
+    span, moment = torch.zeros(2, dtype=torch.float64), torch.ones(2, 6, dtype=torch.bfloat16)
+    write_tensors_to(temporary, "weights", {"layers.0.query": changed, "layers.0.span": span})
+    write_tensors_to(temporary, "optimizer", {"layers.0.query.moment": moment, "count": torch.tensor(12)})
+    write_json_atomic(temporary / "state.json", STATE | {"step": 13})
+    commit(temporary, 12)
+    assert _inspect("--diff", run, run) == (0, "the same: every tensor and every value of the state\n", "")
+    code, output, errors = _inspect("--diff", run, other)
+    assert (code, errors) == (1, "")
+    assert output.splitlines() == [
+        "optimizer count: only in B",
+        "optimizer layers.0.query.moment: BF16 [3, 4] in A, BF16 [2, 6] in B",
+        "optimizer step: only in A",
+        "weights layers.0.query: 1 of 12 elements differ, by at most 0.5",
+        "state: step: 12 in A, 13 in B",
+    ]

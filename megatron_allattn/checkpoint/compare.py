@@ -1,0 +1,104 @@
+"""What two checkpoints have in common, and whether numbers are sound: tensor by tensor, in pieces, without torch."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_allattn.checkpoint.header import TensorInfo, values_start
+
+PIECE = 2**22  # elements in memory at a time
+TYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",  # widened when read
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "u1",
+}
+Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: its file, and the byte at which its values begin."""
+
+    path: Path
+    start: int
+    info: TensorInfo
+
+
+def places(files: dict[str, list[TensorInfo]], folder: Path) -> dict[str, Place]:
+    """Every tensor of a step folder by its file's kind and its name; files: what `Inspection.tensors` has."""
+    found = {}
+    for name, infos in files.items():
+        start = values_start(folder / name)
+        for info in infos:
+            found[f"{name.partition('-')[0]} {info.name}"] = Place(folder / name, start, info)
+            start += info.num_bytes
+    return found
+
+
+def pieces(place: Place) -> Iterator[Values]:
+    """A tensor's values, flat, a piece at a time: floats as float64, everything else as int64."""
+    kind = np.dtype(TYPES[place.info.dtype])
+    count = place.info.num_bytes // kind.itemsize
+    for first in range(0, count, PIECE):
+        size = min(PIECE, count - first)
+        raw = np.fromfile(place.path, kind, size, offset=place.start + first * kind.itemsize)
+        if place.info.dtype == "BF16":
+            yield (raw.astype("<u4") << 16).view("<f4").astype("f8")
+        else:
+            yield raw.astype("f8" if kind.kind == "f" else "i8")
+
+
+def not_finite(place: Place) -> int:
+    """How many of a tensor's numbers are infinite or none."""
+    return sum(int((~np.isfinite(piece)).sum()) for piece in pieces(place))
+
+
+def differences(one: dict[str, Place], other: dict[str, Place]) -> list[str]:
+    """A line for each tensor that is not the same in both."""
+    lines = []
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other:
+            lines.append(f"{name}: only in {'A' if name in one else 'B'}")
+            continue
+        a, b = one[name].info, other[name].info
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            lines.append(f"{name}: {a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B")
+            continue
+        count, largest = 0, 0.0
+        for left, right in zip(pieces(one[name]), pieces(other[name]), strict=True):
+            apart = ~((left == right) | (np.isnan(left) & np.isnan(right)))
+            count += int(apart.sum())
+            with np.errstate(invalid="ignore"):
+                largest = max(largest, float(np.nanmax(np.abs(left - right)[apart], initial=0.0)))
+        if count:
+            total = a.num_bytes // np.dtype(TYPES[a.dtype]).itemsize
+            lines.append(f"{name}: {count:,} of {total:,} elements differ, by at most {largest:.3g}")
+    return lines
+
+
+def state_differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """A line for each value of two states that is not the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [
+            line
+            for key in sorted(one.keys() | other.keys())
+            for line in state_differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+        ]
+    return [] if one == other else [f"{where}: {_short(one)} in A, {_short(other)} in B"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}…"
