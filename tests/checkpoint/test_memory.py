@@ -1,0 +1,52 @@
+"""What saving and loading cost in memory, beside the state itself: a tensor or two, and no file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.template import ROOT
+
+SCRIPT = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from megatron_allattn.checkpoint import save
+from megatron_allattn.config import ModelConfig, RunConfig
+from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.model.initialization import initialize
+from megatron_allattn.model.network import Network
+from megatron_allattn.parallel.groups import single_process_groups
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def engine(num_layers, vocab_size):
+    model = ModelConfig(num_layers=num_layers, hidden_size=512, num_attention_heads=8, persistent_memory_size=1024)
+    network = Network(model, vocab_size, groups.tensor, FusedOps("torch"))
+    run = RunConfig(model=model)
+    return PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, FusedOps("torch"))
+
+groups, folder = single_process_groups(), Path(sys.argv[1])
+small = engine(1, 100)  # what is loaded at the first time
+save.save(folder / "small", 1, small, {"config": small.run.to_dict()})
+save.load(folder / "small/checkpoints/step_00000001", small, 0)
+large = engine(16, 8000)
+before = peak()
+save.save(folder / "large", 1, large, {"config": large.run.to_dict()})
+saved = peak()
+save.load(folder / "large/checkpoints/step_00000001", large, 0)
+state = sum(one.values.numel() * 4 for one in large.fragments())
+print(state, saved - before, peak() - saved)
+"""
+
+
+def test_memory_beside_the_state_is_that_of_a_tensor(tmp_path: Path) -> None:
+    """Of a state of some 340 MB, whose largest tensor has 16 MB and whose files have up to 256 MiB."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    state, saving, loading = map(int, output.split())
+    assert state > 300e6
+    assert saving < 48e6, f"{saving:,} bytes for a state of {state:,}"
+    assert loading < 48e6, f"{loading:,} bytes for a state of {state:,}"

@@ -1,0 +1,102 @@
+"""A checkpoint that was trained at TP 2 × PP 2, through tools/convert_checkpoint.py to every format and back."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_allattn.checkpoint.conversion import read_run
+from megatron_allattn.hf.export import log_probabilities
+from tests.support.commands import TINY, corpus, run_ranks
+from tests.support.saved_runs import same_state, same_weights
+from tests.support.template import ROOT, Template
+
+GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+Tool = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, template: Template) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    data = corpus(folder, tokenizer="char")
+    flags = [*TINY, "--optimizer", "adam", "--train-iters", "6", "--micro-batch-size", "2", "--save", "run", *GRID]
+    done = run_ranks(4, *flags, "--data-path", str(data), folder=folder, template=template)
+    assert [one.returncode for one in done] == [0] * 4, done[0].output
+    return folder / "run"
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
+    """The tool in this process: (exit code, stdout, stderr)."""
+    main = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "keeps_state"),
+    [
+        ("safetensors", (), False),
+        ("shards", GRID, True),
+        ("shards", ("--tensor-model-parallel-size", "4"), True),
+        ("deepspeed-universal", (), True),
+        ("adaptive-span", (), True),
+        ("huggingface", (), False),
+    ],
+)
+def test_every_target_has_the_same_weights_and_logits(
+    trained: Path, tmp_path: Path, tool: Tool, name: str, flags: tuple[str, ...], keeps_state: bool
+) -> None:
+    if name == "huggingface":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    code, output, errors = tool("--to", name, "--load", trained, "--output", tmp_path / "out", *flags)
+    assert (code, errors.replace("Loading weights", "").count("error")) == (0, 0), errors
+    given = ["--span-ramp", "32", "--clip-grad", "0.03"] if name == "adaptive-span" else []
+    code, output, errors = tool("--from", name, tmp_path / "out", "--output", tmp_path / "back", *given[:2])
+    assert code == 0, errors
+    before, after = read_run(trained), read_run(tmp_path / "back")
+    ids = torch.arange(40)[None] % before.state["vocab_size"]
+    torch.testing.assert_close(log_probabilities(after, ids), log_probabilities(before, ids), rtol=0.0, atol=1e-6)
+    if name != "adaptive-span":  # it knows one way to normalize
+        assert same_weights(before, after)
+    if keeps_state:
+        assert same_state(before, after)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--to", "safetensors", *GRID), "--to safetensors: --tensor-model-parallel-size has no effect"),
+        (("--to", "shards", "--vocabulary", "v.json"), "--to shards: --vocabulary has no effect"),
+        (("--to", "shards", "--lr", "1"), "--to shards: --lr has no effect"),
+        (("--to", "huggingface", "--hidden-size", "3"), "--to huggingface: --hidden-size has no effect"),
+        (("--to", "shards", "--tensor-model-parallel-size", "3"), "must divide --num-attention-heads 4"),
+        (("--to", "shards", "--pipeline-model-parallel-size", "9"), "2 layers fill at most 2"),
+        (("--to", "nothing"), "invalid choice: 'nothing'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    trained: Path, tmp_path: Path, tool: Tool, arguments: tuple[str, ...], message: str
+) -> None:
+    code, output, errors = tool(*arguments, "--load", trained, "--output", tmp_path / "out")
+    assert (code, output, len(errors.splitlines())) == (2, "", 1) and message in errors, errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["safetensors", "shards", "deepspeed-universal", "huggingface"])
+def test_what_is_none_of_it_is_refused(tmp_path: Path, tool: Tool, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"nothing of the kind")
+    for source in ("folder", "file", "missing"):
+        code, output, errors = tool("--from", name, tmp_path / source, "--output", tmp_path / "back")
+        assert (code, output, len(errors.splitlines())) == (2, "", 1) and errors.startswith("error: "), errors
+        assert not (tmp_path / "back").exists()
