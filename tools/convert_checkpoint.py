@@ -200,7 +200,12 @@ FORMATS = {
     universal.FORMAT: Format(from_universal, to_universal),
     export.FORMAT: Format(from_huggingface, to_huggingface),
 }
-GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_partition", "pipeline_layers")
+GRID: dict[str, type] = {
+    "tensor_model_parallel_size": int,
+    "pipeline_model_parallel_size": int,
+    "pipeline_partition": str,
+    "pipeline_layers": str,
+}
 
 
 class _PassOn(argparse.Action):
@@ -235,10 +240,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
     parser.add_argument("--recipe", **passed_on)
-    for section in (ModelConfig, OptimizerConfig, TrainingConfig, ParallelConfig):
+    for name, kind in GRID.items():
+        parser.add_argument(flag(name), type=kind, metavar="X", help=argparse.SUPPRESS)
+    for section in (ModelConfig, OptimizerConfig, TrainingConfig):
         for name, types in field_types(section).items():
-            if section is ParallelConfig and name not in GRID:
-                continue
             parser.add_argument(flag(name), **passed_on, nargs=0 if types == (bool,) else None)
             if types == (bool,):
                 parser.add_argument(flag(f"no_{name}"), **passed_on, nargs=0)
@@ -258,16 +263,16 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if getattr(options, needed) is None:
         parser.error(f"{direction}: {names[needed]} is missing")
     ignored = [names[other]] if getattr(options, other) is not None else []
-    grid = {flag(name) for name in GRID}
     given = [one.partition("=")[0] for one in options.flags]
-    if options.source == adaptive_span.FORMAT:
-        ignored += [one for one in given if one in grid]
-    elif options.source == export.FORMAT:
+    if options.target != shards.FORMAT:
+        ignored += [flag(name) for name in GRID if getattr(options, name) is not None]
+    if options.source == export.FORMAT:
         model = {flag(name) for name in field_types(ModelConfig)}
-        ignored += [one for one in given if one in grid or one in model]
-    else:
-        ignored += [one for one in given if options.target != shards.FORMAT or one not in grid]
-        ignored += ["--vocabulary"] if options.vocabulary is not None else []
+        ignored += [one for one in given if one in model]
+    elif options.source != adaptive_span.FORMAT:
+        ignored += given
+    if options.source != adaptive_span.FORMAT and options.vocabulary is not None:
+        ignored.append("--vocabulary")
     if ignored:
         parser.error(f"{direction}: {ignored[0]} has no effect")
 
@@ -276,15 +281,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
         check_new(options.output)
-        run, explicit = parse(options.flags)
         if options.source:
+            run, explicit = parse(options.flags)
             given = Given(run, explicit, options.vocabulary)
             print(FORMATS[options.source].read(options.file, options.output, given))
         else:
-            saved = read_run(options.load)
+            grid = {name: value for name in GRID if (value := getattr(options, name)) is not None}
+            parallel, saved = ParallelConfig(**grid), read_run(options.load)
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
-            print(FORMATS[options.target].write(saved, options.output, run.parallel))
+            print(FORMATS[options.target].write(saved, options.output, parallel))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

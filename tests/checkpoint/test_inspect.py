@@ -118,7 +118,7 @@ def test_a_part_of_a_run_names_the_run(run: Path, part: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: path"),
+        ([], "give a path, or --diff A B"),
         (["nowhere"], "nowhere: neither a run folder nor a step folder"),
         ([ROOT / "setup.py"], "neither a run folder nor a step folder"),
         (["nowhere", "--yaml"], "unrecognized arguments: --yaml"),

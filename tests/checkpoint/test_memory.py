@@ -8,7 +8,6 @@ from tests.support.template import ROOT
 
 SCRIPT = """
 import resource, sys
-from dataclasses import replace
 from pathlib import Path
 import torch
 from megatron_allattn.checkpoint import save
@@ -26,7 +25,11 @@ def engine(num_layers, vocab_size):
     model = ModelConfig(num_layers=num_layers, hidden_size=512, num_attention_heads=8, persistent_memory_size=1024)
     network = Network(model, vocab_size, groups.tensor, FusedOps("torch"))
     run = RunConfig(model=model)
-    return PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, FusedOps("torch"))
+    initialize(network, 1)
+    made = PlainEngine(network, run, groups, torch.device("cpu"), torch.float32, FusedOps("torch"))
+    for one in made.fragments():
+        one.values.add_(1.0)  # memory that nothing has written to is none yet
+    return made
 
 groups, folder = single_process_groups(), Path(sys.argv[1])
 small = engine(1, 100)  # what is loaded at the first time

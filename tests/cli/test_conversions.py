@@ -58,10 +58,10 @@ def test_every_target_has_the_same_weights_and_logits(
 ) -> None:
     if name == "huggingface":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    code, output, errors = tool("--to", name, "--load", trained, "--output", tmp_path / "out", *flags)
+    code, _, errors = tool("--to", name, "--load", trained, "--output", tmp_path / "out", *flags)
     assert (code, errors.replace("Loading weights", "").count("error")) == (0, 0), errors
     given = ["--span-ramp", "32", "--clip-grad", "0.03"] if name == "adaptive-span" else []
-    code, output, errors = tool("--from", name, tmp_path / "out", "--output", tmp_path / "back", *given[:2])
+    code, _, errors = tool("--from", name, tmp_path / "out", "--output", tmp_path / "back", *given[:2])
     assert code == 0, errors
     before, after = read_run(trained), read_run(tmp_path / "back")
     ids = torch.arange(40)[None] % before.state["vocab_size"]
