@@ -76,7 +76,8 @@ class Saves:
         save has ended, on average."""
         saver, start = self._saver(asynchronous=True), time.perf_counter()
         saver.save(self.number, {})
-        blocked, steps = time.perf_counter() - start, []
+        blocked = time.perf_counter() - start
+        steps: list[float] = []
         while not steps or saver.finished() is None:
             steps.append(self.step())
         self._clear()
@@ -91,12 +92,16 @@ class Saves:
 
 def measure_saves(saves: Saves, *, runs: int, warmup: int) -> dict[str, Any]:
     """The numbers for the JSON file; docs/performance.md says what they mean."""
-    plain, save, step, beside = [], [], [], []
+    rates: dict[str, list[float]] = {"plain": [], "save": [], "step": []}
+    beside = []
     for turn in range(warmup + runs):
-        found = saves.plain(), saves.save(), saves.step(), saves.beside()
+        found = {"plain": saves.plain(), "save": saves.save(), "step": saves.step()}
+        asynchronous = saves.beside()
         if turn >= warmup:
-            for kept, one in zip((plain, save, step, beside), found, strict=True):
-                kept.append(one)  # type: ignore[arg-type]
+            for name, one in found.items():
+                rates[name].append(one)
+            beside.append(asynchronous)
+    plain, save, step = rates.values()
     return {
         "bytes": saves.num_bytes,
         "plain_mb_per_second": summarize(plain).to_dict(),

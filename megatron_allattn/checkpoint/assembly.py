@@ -142,10 +142,18 @@ class _Tensors:
     def _receive(self, stored: Stored, ranges: list[Range]) -> list[Tensor]:
         count = 1 + max(one.shard for one in ranges)
         shape = stored.logical.local_shape(count)
-        shards = [torch.empty(prod(shape), dtype=stored.dtype) for _ in range(count)]
-        assert sum(one.count for one in ranges) == prod(shape) * count, f"{stored.name}: {ranges} of {shape}"
+        size = prod(shape)
+        assert sum(one.count for one in ranges) == size * count, f"{stored.name}: {ranges} of {shape}"
+        own = {
+            one.shard: self._own[stored].values for one in ranges if one.count == size and one.rank == self._group.rank
+        }
+        shards = [own.get(shard, torch.empty(0, dtype=stored.dtype)) for shard in range(count)]
         waiting: list[dist.Work | None] = []
         for one in ranges:
+            if one.shard in own:  # it is all here: no need to copy it
+                continue
+            if shards[one.shard].numel() == 0:
+                shards[one.shard] = torch.empty(size, dtype=stored.dtype)
             into = shards[one.shard].narrow(0, one.start, one.count)
             if one.rank == self._group.rank:
                 into.copy_(self._own[stored].values)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_allattn.checkpoint.save import write_step
+from megatron_allattn.engine.fragments import Stored
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.logical import LogicalTensor, Placement
 
@@ -40,6 +41,7 @@ class Saver:
         self._after_commit = after_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._kept: dict[Stored, Tensor] = {}  # memory that has been touched once: to get it takes as long as to copy
         self._step = -1
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -47,7 +49,8 @@ class Saver:
         self.wait()
         engine, fragments = self._engine, list(self._engine.fragments())
         if self._asynchronous:
-            fragments = [one.copied() for one in fragments]
+            fragments = [one.copied(self._kept.get(one.stored)) for one in fragments]
+            self._kept = {one.stored: one.values for one in fragments}
         join = partial(_join, engine.network.placements)
         job = partial(write_step, self._run_folder, step, fragments, join, state, engine.groups.saving)
         self._step = step

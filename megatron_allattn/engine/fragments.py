@@ -39,11 +39,13 @@ class Fragment:
     start: int
     values: Tensor
 
-    def copied(self) -> "Fragment":
-        """The same, with values of its own in host memory that later steps do not change."""
+    def copied(self, into: Tensor | None = None) -> "Fragment":
+        """The same, with values of its own in host memory that later steps do not change; in memory that an earlier
+        copy had, if it fits."""
         values = self.values
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values)
-        return replace(self, values=host)
+        if into is None or into.shape != values.shape:
+            into = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        return replace(self, values=into.copy_(values))
 
 
 Join = Callable[[LogicalTensor, list[Tensor]], Tensor]

@@ -60,7 +60,7 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "command '': there is no such benchmark; give one of attention, layer, step, generate, data first"),
+        ([], "command '': there is no such benchmark; give one of attention, layer, step, generate, data, save first"),
         (["steps"], "command steps: there is no such benchmark; did you mean step?"),
         (["--recipe", "demo"], "command --recipe: there is no such benchmark; give one of"),
         (["step", "--recip", "demo"], "flag --recip: is unknown; did you mean --recipe?"),
