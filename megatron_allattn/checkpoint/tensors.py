@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megatron_allattn.checkpoint.files import storage_errors
-from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
+from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header, values_start
 from megatron_allattn.config.errors import UsageError
 
 T = TypeVar("T")
@@ -129,12 +128,16 @@ class TensorReader:
 
     def _open(self, paths: Iterable[Path]) -> None:
         self._path_of: dict[str, Path] = {}
+        self._start_of: dict[str, int] = {}
         self.infos: dict[str, TensorInfo] = {}
         for path in paths:
-            for info in read_header(path):
+            infos = read_header(path)
+            start = values_start(path)
+            for info in infos:
                 if info.name in self.infos:
                     raise UsageError(f"{path}: tensor {info.name} is also in {self._path_of[info.name].name}")
-                self._path_of[info.name], self.infos[info.name] = path, info
+                self._path_of[info.name], self.infos[info.name], self._start_of[info.name] = path, info, start
+                start += info.num_bytes
 
     @property
     def names(self) -> list[str]:
@@ -144,12 +147,22 @@ class TensorReader:
         """One tensor, in its own memory on the CPU. Raises UsageError when there is none of this name."""
         if name not in self._path_of:
             raise UsageError(f"tensor {name}: not in this checkpoint ({len(self.infos)} tensors)")
-        path = self._path_of[name]
+        path, info = self._path_of[name], self.infos[name]
+        dtype = next((dtype for dtype, known in DTYPE_NAMES.items() if known == info.dtype), None)
+        if dtype is None:
+            raise UsageError(f"{path}: tensor {name} is of type {info.dtype}, which is not read here")
+        tensor = torch.empty(info.shape, dtype=dtype)
+        left = tensor.view(-1).view(torch.uint8).numpy().data
         try:
-            with safe_open(path, framework="pt", device="cpu") as handle:
-                return handle.get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{path}: tensor {name} cannot be read: {error}") from error
+            with open(path, "rb", buffering=0) as handle:
+                handle.seek(self._start_of[name])
+                while left and (count := handle.readinto(left)):
+                    left = left[count:]
+        except OSError as error:
+            raise UsageError(f"{path}: tensor {name} cannot be read: {error.strerror}") from error
+        if left:
+            raise UsageError(f"{path}: tensor {name}: {len(left):,} bytes are missing")
+        return tensor
 
 
 def _numbered_files(folder: Path, prefix: str) -> list[Path]:

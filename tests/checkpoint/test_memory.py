@@ -46,10 +46,10 @@ print(state, saved - before, peak() - saved)
 
 
 def test_memory_beside_the_state_is_that_of_a_tensor(tmp_path: Path) -> None:
-    """Of a state of some 340 MB, whose largest tensor has 16 MB and whose files have up to 256 MiB."""
+    """Of a state of some 500 MB, whose largest tensor has 16 MB and whose files have up to 256 MiB."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     state, saving, loading = map(int, output.split())
     assert state > 300e6
-    assert saving < 48e6, f"{saving:,} bytes for a state of {state:,}"
-    assert loading < 48e6, f"{loading:,} bytes for a state of {state:,}"
+    assert saving < 24e6, f"{saving:,} bytes for a state of {state:,}"
+    assert loading < 96e6, f"{loading:,} bytes for a state of {state:,}"
