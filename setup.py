@@ -33,18 +33,20 @@ setup(
         "torch>=2.11,<3",
         "deepspeed>=0.19,<0.20",
         "numpy>=1.26,<3",
-        "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<1",
         "tyro>=1.0,<2",
         "tqdm>=4.66,<5",
         "mpi4py>=4.0,<5",
     ],
     extras_require={
-        "test": ["pytest>=8.4", "pytest-xdist>=3.6", "ruff>=0.14", "mypy>=1.18", "import-linter>=2.5", "mpich>=4.3"],
+        "test": [
+            *("pytest>=8.4", "pytest-xdist>=3.6", "ruff>=0.14", "mypy>=1.18", "import-linter>=2.5", "mpich>=4.3"),
+            *("safetensors>=0.5", "transformers>=5.20,<6", "hypothesis>=6.140"),
+        ],
         "plots": ["matplotlib>=3.9"],
         "tensorboard": ["tensorboard>=2.17"],
         "wandb": ["wandb>=0.18"],
-        "hf": ["transformers>=4.48"],
+        "hf": ["transformers>=5.20,<6"],
         "triton": ["triton>=3.4"],
     },
     classifiers=[

@@ -322,6 +322,7 @@ class AllAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         cache: Any = None,
+        past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -329,9 +330,10 @@ class AllAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Ids [B, M] → logits [B, M, V] (log-probabilities with an adaptive softmax), of the last ones if asked.
 
-        attention_mask [B, S]: 0 for padding, on the left; cache: what a call before has returned; labels [B, M]: ids,
-        shifted in here, −100 for none.
+        attention_mask [B, S]: 0 for padding, on the left; cache, or past_key_values as older transformers call it: what
+        a call before has returned; labels [B, M]: ids, shifted in here, −100 for none.
         """
+        cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
