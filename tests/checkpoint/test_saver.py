@@ -1,0 +1,137 @@
+"""Saves beside training: the same bytes, one at a time, and nothing that goes wrong is lost; which steps are kept."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_allattn.checkpoint import folder, saver
+from megatron_allattn.checkpoint.files import StorageError
+from megatron_allattn.checkpoint.saver import Saver
+from megatron_allattn.config.errors import UsageError
+from tests.support.checkpoints import write_tensors_to
+from tests.support.pool import WorkerPools
+from tests.support.trajectories import Case, build
+
+CASES = [
+    Case(2, 2, 1, 1, "adam", "float32", "deepspeed"),
+    Case(1, 2, 3, 1, "adam", "float32", "deepspeed"),
+    Case(2, 1, 1, 2, "adagrad", "float32", "deepspeed", 2),
+]
+TOKENS = np.random.default_rng(3).integers(0, 61, (8, 400))
+
+
+def _files(run: Path, step: int) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")}
+
+
+def _beside(rank: int, world_size: int, case: Case, path: Path) -> None:
+    """A save that training waits for, and one of the same state that is held up until two steps later."""
+    engine = build(case, 61)
+    own = TOKENS[engine.streams.start : engine.streams.stop]
+
+    def step(number: int) -> None:
+        block = own[:, 32 * number : 32 * number + 33]
+        engine.train_step(block[:, :-1], block[:, 1:], number + 1, 1e-2, engine.spans())
+
+    step(0)
+    for name, asynchronous in (("sync", False), ("async", True)):
+        one = Saver(path / name, engine, asynchronous=asynchronous, after_commit=lambda _: None)
+        going_on, true = threading.Event(), saver.write_step
+
+        def held_up(*arguments: Any, going_on: threading.Event = going_on, true: Any = true) -> None:
+            going_on.wait(60.0)
+            true(*arguments)
+
+        if asynchronous:
+            saver.write_step = held_up
+        try:
+            one.save(1, {"step_done": 1})
+        finally:
+            saver.write_step = true
+        if asynchronous:
+            assert one.finished() is None
+            step(1)
+            step(2)
+            going_on.set()
+            one.save(3, {})  # waits for the one before
+            assert folder.is_complete(path / name / "checkpoints" / "step_00000001") or rank
+            one.wait()
+        assert one.finished() == (3 if asynchronous else 1)
+        assert one.finished() is None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_save_beside_training_has_the_bytes_of_one_that_is_waited_for(
+    case: Case, pools: WorkerPools, tmp_path: Path
+) -> None:
+    pools(case.world_size).run(_beside, case, tmp_path)
+    assert _files(tmp_path / "sync", 1) == _files(tmp_path / "async", 1) != {}
+    assert _files(tmp_path / "async", 3).keys() == _files(tmp_path / "async", 1).keys()
+    assert _files(tmp_path / "async", 3) != _files(tmp_path / "async", 1)
+
+
+def _fails(rank: int, world_size: int, case: Case, path: Path) -> str:
+    engine = build(case, 61)
+    one = Saver(path / "run", engine, asynchronous=True, after_commit=lambda _: None)
+    if rank == 0:
+        (path / "run").write_text("a file where the folder should be")
+    one.save(1, {})
+    one.wait()
+    try:
+        one.finished()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_what_goes_wrong_beside_training_is_raised_on_all_ranks(pools: WorkerPools, tmp_path: Path) -> None:
+    assert pools(2).run(_fails, Case(2, 1, 1, 1, "adam", "float32", "deepspeed"), tmp_path) == [
+        StorageError.__name__,
+        "PeerFailed",
+    ]
+
+
+def _steps(run: Path, *steps: int) -> None:
+    for step in steps:
+        temporary = folder.begin(run, step)
+        write_tensors_to(temporary, "weights", {})
+        (temporary / "state.json").write_text("{}")
+        folder.commit(temporary, step)
+
+
+def test_only_own_complete_steps_are_deleted(tmp_path: Path) -> None:
+    """B24 of the public reports."""
+    _steps(tmp_path, 2, 4, 5, 6, 8, 10)
+    parent = tmp_path / "checkpoints"
+    (parent / "step_00000004.bak").mkdir()
+    (parent / "foo_step_00000004").mkdir()
+    (parent / "step_00000003").write_text("a file")
+    (parent / "step_00000001").symlink_to(parent / "step_00000002")
+    (parent / "step_00000007").mkdir()  # not complete
+    os.rename(parent / "step_00000006", parent / "step_006")
+    assert folder.retain(tmp_path, 2, 5) == [2, 4]
+    assert sorted(os.listdir(parent)) == [
+        "foo_step_00000004",
+        "step_00000001",
+        "step_00000003",
+        "step_00000004.bak",
+        "step_00000005",
+        "step_00000007",
+        "step_00000008",
+        "step_00000010",
+        "step_006",
+    ]
+    assert folder.retain(tmp_path, 2, 0) == [5]
+    assert folder.retain(tmp_path, 9, 0) == []
+    assert folder.find_latest(tmp_path)[0].name == "step_00000010"
+
+
+def test_a_run_without_steps_has_nothing_to_delete(tmp_path: Path) -> None:
+    folder.prepare_run_folder(tmp_path)
+    assert folder.retain(tmp_path, 1, 0) == []
+    with pytest.raises(UsageError):
+        folder.find_latest(tmp_path)
