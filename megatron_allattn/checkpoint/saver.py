@@ -15,7 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_allattn.checkpoint.save import write_step
-from megatron_allattn.engine.fragments import Stored
+from megatron_allattn.engine.drift import check_replicas
+from megatron_allattn.engine.finite import check_fragments
+from megatron_allattn.engine.fragments import Fragment, Join, Stored
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.logical import LogicalTensor, Placement
 
@@ -45,14 +47,19 @@ class Saver:
         self._step = -1
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a step, or begin to. Waits for the save before it. Raises StorageError, PeerFailed."""
+        """Save a step, or begin to. Waits for the save before it.
+
+        Raises Drift where replicas differ, on one rank (PeerFailed on the others); what goes wrong after that, such as
+        StorageError, or NotFinite for what is not a number, `finished` raises.
+        """
         self.wait()
+        check_replicas(self._engine)
         engine, fragments = self._engine, list(self._engine.fragments())
         if self._asynchronous:
             fragments = [one.copied(self._kept.get(one.stored)) for one in fragments]
             self._kept = {one.stored: one.values for one in fragments}
         join = partial(_join, engine.network.placements)
-        job = partial(write_step, self._run_folder, step, fragments, join, state, engine.groups.saving)
+        job = partial(self._write, step, fragments, join, state)
         self._step = step
         if self._asynchronous:
             self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
@@ -74,6 +81,11 @@ class Saver:
         """Until nothing is being saved."""
         if self._thread is not None:
             self._thread.join()
+
+    def _write(self, step: int, fragments: list[Fragment], join: Join, state: dict[str, Any]) -> None:
+        group = self._engine.groups.saving
+        check_fragments(fragments, group)
+        write_step(self._run_folder, step, fragments, join, state, group)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

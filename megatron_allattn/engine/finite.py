@@ -7,6 +7,7 @@ Such a step is left out on all ranks: weights, optimizer and caches stay as they
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from megatron_allattn.engine.fragments import Fragment
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import gather_objects
-from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.groups import Group, Groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.verdict import name_ranks, place
 
@@ -85,13 +86,13 @@ def tell_overflow(groups: Groups, own_loss: Tensor, *, smallest: bool) -> str | 
     return "the gradient overflows float16 at the smallest loss scale too" if smallest else None
 
 
-def check_fragments(fragments: list[Fragment], groups: Groups) -> None:
+def check_fragments(fragments: Iterable[Fragment], group: Group) -> None:
     """Refuse a checkpoint with anything in it that is not finite: NotFinite, on all ranks, names tensors. Collective.
 
-    fragments: what this rank would give of it.
+    fragments: what this rank gives of it; group: of all ranks.
     """
     own = {fragment.stored.name for fragment in fragments if not _is_finite(fragment.values)}
-    if found := sorted(set().union(*gather_objects(own, groups.world))):
+    if found := sorted(set().union(*gather_objects(own, group))):
         raise NotFinite(
             f"not finite: {_some(found)}. Nothing was saved: go on from the last checkpoint at a smaller --lr"
         )

@@ -25,8 +25,7 @@ from megatron_allattn.data.dataset import Dataset, open_dataset
 from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.balance import Balance, balance_heads
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
-from megatron_allattn.engine.drift import check_replicas
-from megatron_allattn.engine.finite import NotFinite, check_fragments
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
@@ -147,8 +146,6 @@ class Session:
         anything in it is not finite."""
         assert self.saver is not None
         with self.watch.section("in the save", self.run.parallel.save_timeout_minutes):
-            check_fragments(list(self.engine.fragments()), self.engine.groups)
-            check_replicas(self.engine)
             self.saver.save(self.step, self.state())
         self.saved = self.step
 
