@@ -29,7 +29,7 @@ from megatron_allattn.checkpoint.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.errors import UsageError, usage_error
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
 MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
@@ -58,7 +58,7 @@ def prepare_run_folder(run_folder: Path) -> None:
 
 def unwritable(run_folder: Path, error: OSError) -> UsageError:
     """The refusal of a run folder in which nothing can be made."""
-    return UsageError(f"{run_folder}: the run folder cannot be written ({error.strerror}); choose another --save")
+    return usage_error("--save", run_folder, f"cannot be written ({error.strerror})", "choose another folder")
 
 
 def begin(run_folder: Path, step: int) -> Path:

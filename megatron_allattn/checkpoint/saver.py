@@ -47,12 +47,13 @@ class Saver:
         self._step = -1
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a step, or begin to. Waits for the save before it.
+        """Save a step, or begin to. Waits for the save before it, and raises what has gone wrong with that.
 
         Raises Drift where replicas differ, on one rank (PeerFailed on the others); what goes wrong after that, such as
         StorageError, or NotFinite for what is not a number, `finished` raises.
         """
         self.wait()
+        self.finished()
         check_replicas(self._engine)
         engine, fragments = self._engine, list(self._engine.fragments())
         if self._asynchronous:

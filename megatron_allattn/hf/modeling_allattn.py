@@ -10,7 +10,7 @@ W positions that a layer looks back.
 
 import math
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -282,7 +282,7 @@ class AllAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = AllAttentionConfig
     base_model_prefix = ""
-    _no_split_modules: ClassVar[list[str]] = ["Layer"]
+    _no_split_modules = ["Layer"]  # noqa: RUF012 (as the base class has it)
 
     def __init__(self, config: AllAttentionConfig) -> None:
         super().__init__(config)

@@ -4,8 +4,9 @@ Ranks tell each other through the store at which they have met, since collective
 
 - A rank that fails leaves a report (verdict.py) and a mark that there is one. So does one that gets SIGTERM, if none
   has failed a moment later: launchers send it to all ranks once one has ended, batch systems when time is up.
-- A run that can stop by itself asks for `heed`: then SIGTERM and SIGUSR1 only ask it to, and all ranks are called. If
-  they all answer, it has its time for that; where one is gone, or the time is over, it ends as above.
+- A run that can stop by itself asks for `heed`: then SIGTERM, SIGUSR1 and SIGHUP only ask it to, and all ranks are
+  called. If they all answer, it has its time for that; where one is gone, or the time is over, it ends as above. A
+  launcher that is gone counts as a SIGHUP (launcher.py).
 - What takes longer than its `section` may is a failure of the rank that finds it. Then, and where a collective has
   waited too long, every rank prints what its threads are at.
 - A thread of every rank looks for the mark. It reports for a main thread that waits in a collective, which nothing else
@@ -40,6 +41,7 @@ from megatron_allattn.config.errors import one_line
 from megatron_allattn.config.reporting import GRACE_SECONDS
 from megatron_allattn.parallel.board import Board, Silent
 from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.launcher import deepspeed_launcher
 from megatron_allattn.parallel.verdict import Report, kind_of, place, told, verdict, where_now, where_raised
 
 POLL_SECONDS = 0.5
@@ -56,7 +58,7 @@ _FAILED, _TOLD, _SPEAKER, _CALLED = "failed", "told", "speaker", "called"  # key
 _HERE = "here"  # with /RANK: it has answered a call
 _ENDED = ("done", "left")  # of these with /RANK: whether it has ended well
 _STOP = 0  # no signal's number
-_HEEDED = (signal.SIGTERM, signal.SIGUSR1)
+_HEEDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _TOO_LONG = ("stuck", "late")  # kinds of reports
 
 
@@ -102,6 +104,7 @@ class Watch:
         self._sections: dict[int, Section] = {}  # by thread
         self._failed_in = ""
         self._handlers: dict[signal.Signals, Any] = {}
+        self._launcher = deepspeed_launcher()
 
     def __enter__(self) -> "Watch":
         if self._size > 1:
@@ -132,11 +135,14 @@ class Watch:
                 self._sections[thread] = outer
 
     def heed(self, seconds: float) -> None:
-        """From now on SIGTERM and SIGUSR1 ask the run to stop, which has `seconds` to do so."""
+        """From now on SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored, as under nohup) ask the run to stop, which has
+        `seconds` to do so."""
         self._limit = seconds
         if self._size == 1:
             self._start()
-        self._handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, lambda *_: None)
 
     def _start(self) -> None:
         self._wake, self._bell = os.pipe()
@@ -210,7 +216,10 @@ class Watch:
             signals = os.read(self._wake, 64) if select.select([self._wake], [], [], POLL_SECONDS)[0] else b""
             if _STOP in signals:
                 return
-            if not self._signal and (caught := [one for one in signals if one in _HEEDED]):
+            caught = [one for one in signals if one in _HEEDED]
+            if self._launcher is not None and deepspeed_launcher() != self._launcher:
+                caught.append(signal.SIGHUP)
+            if caught and not self._signal:
                 self._signal, wanted = caught[0], time.monotonic()
                 if self._limit is not None and self._size > 1:
                     self._board.begin(lambda store: store.set(_CALLED, ""))

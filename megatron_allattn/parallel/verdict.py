@@ -171,6 +171,7 @@ def _group(handle: Any, peer: int | None, groups: Groups) -> str:
         "pipeline": groups.pipeline,
         "ends": groups.ends,
         "world": groups.world,
+        "saving": groups.saving,
     }
     same = [name for name, group in named.items() if handle is not None and group.handle is handle]
     same += [name for name, group in named.items() if list(group.ranks) == ranks]  # one of DeepSpeed's own

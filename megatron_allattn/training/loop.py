@@ -58,6 +58,8 @@ def _save(session: Session, console: Console) -> None:
     """Save the last step, if there is a run folder, unless that is done."""
     if session.saver is None or session.saved == session.step:
         return
+    session.saver.wait()
+    _tell_saved(session, console)
     session.save()
     _tell_saved(session, console)
     if (balanced := session.balance_heads()) is not None:

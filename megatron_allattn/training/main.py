@@ -31,6 +31,8 @@ from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
 STOPPED = 3  # exit code
+SAVING_SLACK_SECONDS = 30.0
+"""How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 
 
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
@@ -126,7 +128,7 @@ def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, t
     layout = Layout.from_world(
         info.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
-    saving = timedelta(minutes=parallel.save_timeout_minutes)
+    saving = timedelta(minutes=parallel.save_timeout_minutes, seconds=SAVING_SLACK_SECONDS)
     return make_groups(layout, timedelta(seconds=seconds), saving), device
 
 

@@ -76,8 +76,10 @@ def test_what_a_commit_leaves(tmp_path: Path):
 
 
 def test_the_newest_complete_step_is_found(tmp_path: Path):
-    for step in (5, 123_456_789, 100):
-        _save(tmp_path, step)
+    """By its number: clocks of several hosts, or a copy's, say nothing."""
+    for number, step in enumerate((5, 123_456_789, 100)):
+        for path in _save(tmp_path, step).iterdir():
+            os.utime(path, (1e9 * (number + 1), 1e9 * (number + 1)))
     folder, skipped = find_latest(tmp_path)
     assert folder.name == "step_123456789"
     assert skipped == [
@@ -222,7 +224,7 @@ def test_the_run_folder_is_made_or_refused(tmp_path: Path):
     prepare_run_folder(tmp_path / "new" / "run")
     assert os.listdir(tmp_path / "new" / "run") == ["checkpoints"] and _entries(tmp_path / "new" / "run") == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file: the run folder cannot be written .*choose another --save"):
+    with pytest.raises(UsageError, match=r"--save .*file: cannot be written .*; choose another folder"):
         prepare_run_folder(tmp_path / "file")
 
 
@@ -243,7 +245,7 @@ def test_a_read_only_run_folder(tmp_path: Path):
         return call
 
     code, text = run_forked(unprivileged(lambda: prepare_run_folder(run)))
-    assert (code, text.partition(" (")[0]) == (1, f"UsageError: {run}: the run folder cannot be written")
+    assert (code, text.partition(" (")[0]) == (1, f"UsageError: --save {run}: cannot be written")
     code, text = run_forked(unprivileged(lambda: begin(run, 1)))
     assert code == 1
     assert text.startswith(f"StorageError: {run}/checkpoints/.step_00000001.tmp-")

@@ -86,11 +86,11 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 def test_unwritable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"file: the run folder cannot be written .*choose another --save"):
+    with pytest.raises(UsageError, match=r"--save .*file: cannot be written .*; choose another folder"):
         RunLock(tmp_path / "file")
-    with pytest.raises(UsageError, match=r"file/run: the run folder cannot be written \(Not a directory\)"):
+    with pytest.raises(UsageError, match=r"file/run: cannot be written \(Not a directory\)"):
         RunLock(tmp_path / "file" / "run")
     (tmp_path / "run" / "lock").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"run: the run folder cannot be written \(Is a directory\)"):
+    with pytest.raises(UsageError, match=r"run: cannot be written \(Is a directory\)"):
         RunLock(tmp_path / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]

@@ -261,7 +261,7 @@ def test_save_where_a_run_is(place: Place) -> None:
 @pytest.mark.parametrize("save", ["words1.txt", "words1.txt/new"])
 def test_save_where_no_folder_can_be(place: Place, save: str) -> None:
     line = place.refused(*TRAIN, *DATA, "--save", save)
-    assert line.startswith(f"{save}: the run folder cannot be written (")
+    assert line.startswith(f"--save {save}: cannot be written (")
     assert line.endswith("choose another --save")
 
 

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_allattn.config import RunConfig
-from megatron_allattn.config.run import CheckpointConfig
+from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.engine.drift import Drift, _apart, check_replicas
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import PeerFailed
-from megatron_allattn.parallel.failures import Watch
 from tests.support.pool import WorkerError, WorkerPools
 from tests.support.trajectories import Case, build
 
@@ -98,14 +96,11 @@ def test_a_weight_that_one_rank_alone_holds_has_no_replica(pools: WorkerPools) -
 
 
 def _save(rank: int, world_size: int, folder: str) -> None:
-    from megatron_allattn.training import session
-
     engine = build(CASES[0], 61)
     with torch.no_grad():
         if rank == 1:
             engine.network.position.key[0, 0, 0] += 1
-    run = RunConfig(checkpoint=CheckpointConfig(save=Path(folder)))
-    session.Session(run, None, None, engine, None, [], Watch(engine.groups, 60.0)).save()
+    Saver(Path(folder), engine, asynchronous=False, after_commit=lambda _: None).save(1, {})
 
 
 def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:

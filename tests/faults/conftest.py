@@ -1,5 +1,6 @@
 """Runs with a fault on one rank, and what all of their ranks say."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Runs:
 
     def __init__(self, folder: Path, data: Path, template: Template) -> None:
         self.folder, self._template = folder, template
-        self._flags = [*TINY[2:], "--data-path", str(data)]
+        self._usual = dict(zip(TINY[::2], TINY[1::2], strict=True)) | FLAGS | {"--data-path": str(data)}
 
     def plain(self, count: int, rank: int, fault: str, *flags: str) -> Ended:
         """As processes that plain environment variables bring together. AssertionError when one does not end."""
@@ -62,11 +63,15 @@ class Runs:
         command = [*launch, *self._command(rank, fault, flags)[1:]]
         return run(*command, folder=self.folder, variables=PATH)
 
+    def flags(self, *flags: str) -> list[str]:
+        """These, and the usual ones that are not among them."""
+        usual = [word for name, value in self._usual.items() if name not in flags for word in (name, value)]
+        return [*usual, *flags]
+
     def _command(self, rank: int, fault: str, flags: tuple[str, ...]) -> list[str]:
         minutes = ["--distributed-timeout-minutes", str(TIMEOUT / 60)]
         when = fault if "@" in fault else f"{fault}@3"
-        usual = [word for name, value in FLAGS.items() if name not in flags for word in (name, value)]
-        return [sys.executable, FAULTY, str(rank), when, *self._flags, *usual, *minutes, *flags]
+        return [sys.executable, FAULTY, str(rank), when, *minutes, *self.flags(*flags)]
 
 
 def ended(programs: list[Program]) -> Ended:
@@ -76,12 +81,12 @@ def ended(programs: list[Program]) -> Ended:
     return Ended(ranks, [line for done in ranks for line in errors(done)])
 
 
-def until(program: Program, text: str) -> None:
-    """Wait until it has printed this. AssertionError when it ends before."""
+def until_step(program: Program, step: int) -> None:
+    """Wait until it has told of this step. AssertionError when it ends before."""
     deadline = time.monotonic() + SLACK
-    while text not in program.stdout:
+    while not re.search(f"step +{step}/", program.stdout):
         alive = program.process.poll() is None
-        assert alive and time.monotonic() < deadline, f"no {text!r}:\n{program.stdout}{program.stderr}"
+        assert alive and time.monotonic() < deadline, f"no step {step}:\n{program.stdout}{program.stderr}"
         time.sleep(0.02)
 
 

@@ -51,7 +51,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut in half": (_half, r"damaged: expected [\d,]+ bytes, found [\d,]+"),
     "emptied": (lambda path: path.write_bytes(b""), r"damaged: expected [\d,]+ bytes, found 0"),
     "deleted": (Path.unlink, r"expected a file of [\d,]+ bytes, found none"),
-    "two swapped": (_swap, r"damaged: expected (SHA-256 [0-9a-f]{64}|[\d,]+ bytes), found "),
+    "two swapped": (_swap, r"damaged: expected (SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}|[\d,]+ bytes, found [\d,]+)"),
     "a link": (_outside, r"expected a file of [\d,]+ bytes, found a symbolic link"),
 }
 

@@ -41,7 +41,7 @@ def test_bad_steps_are_left_out_told_and_counted_and_too_many_end_the_run(runs: 
         "checkpoint, or begin anew at a smaller --lr"
     )
     assert outcome(run) == {"outcome": "guard", "step": 24, "reason": line.removeprefix("error: ")}
-    assert (run / "latest").read_text() == "step_00000020"
+    assert (run / "latest").read_text() == "step_00000020\n"
     output = ended.ranks[0].stdout
     assert "step 7: the gradient is not finite on rank 1 (" in output
     assert " No update is made (1 so far); tokens 192 to 224 of each of the 4 streams of " in output

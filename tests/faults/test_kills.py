@@ -2,11 +2,13 @@
 
 import random
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.conftest import Runs
+from tests.faults.conftest import Runs, ended, until_step
 from tests.support.commands import records
 
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -29,9 +31,9 @@ def kept(runs: Runs, run: str) -> list[dict[str, Any]]:
     ]
 
 
-def tensors(runs: Runs, run: str) -> dict[str, bytes]:
-    step = runs.folder / run / "checkpoints" / "step_00000008"
-    return {path.name: path.read_bytes() for path in sorted(step.glob("*.safetensors"))}
+def tensors(runs: Runs, run: str, step: int = 8) -> dict[str, bytes]:
+    folder = runs.folder / run / "checkpoints" / f"step_{step:08d}"
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
 @pytest.mark.parametrize(
@@ -43,14 +45,42 @@ def tensors(runs: Runs, run: str) -> dict[str, bytes]:
     ],
 )
 def test_a_killed_rank_costs_the_steps_since_the_last_save(runs: Runs, layout: str, rank: int) -> None:
-    """Killed once at a random step, and once more as soon as it has gone on; then left alone."""
+    """Killed at a random step, while it goes on, and once more when it has gone on; then left alone."""
     count, flags = LAYOUTS[layout]
     step = random.Random(f"{layout} {rank}").randint(2, 7)
     assert runs.plain(count, 0, "pause@0", *COMMON, *flags, "--save", "whole").codes == [0] * count
-    for fault, load in ((f"kill@{step}", ()), (f"kill@{step + 1}", ("--load", "run")), ("pause@0", ("--load", "run"))):
+    again = ("--load", "run")
+    for fault, load in ((f"kill@{step}", ()), ("kill@start", again), (f"kill@{step + 1}", again), ("pause@0", again)):
         ended = runs.plain(count, rank, fault, *COMMON, *flags, *load)
         codes = set(ended.codes)
         assert codes == {1, -signal.SIGKILL} if fault.startswith("kill") else codes == {0}
         assert all(not done.left for done in ended.ranks)
     assert kept(runs, "run") == kept(runs, "whole")
     assert tensors(runs, "run") == tensors(runs, "whole") != {}
+
+
+def last_step(run: Path) -> int:
+    return int((run / "latest").read_text().strip().removeprefix("step_"))
+
+
+@pytest.mark.faults
+def test_fifty_kills_at_random_moments_of_saves(runs: Runs) -> None:
+    """B26 of the public reports. A run that saves every step, on both ranks, and dies and goes on fifty times."""
+    random_moment = random.Random(6)
+    endless = ("--attention-dropout", "0.2", "--save-interval", "1", "--train-iters", "100000", "--keep-latest-k", "3")
+    run = runs.folder / "run"
+    torn, reached = 0, 1
+    for life in range(50):
+        with runs.started(2, 0, "pause@0", *endless, "--load", "run") as programs:
+            until_step(programs[0], reached)
+            time.sleep(random_moment.uniform(0.0, 0.6))
+            programs[life % 2].process.kill()
+            assert not any(done.left for done in ended(programs).ranks)
+        torn += any(not (step / "COMPLETE").exists() for step in (run / "checkpoints").iterdir())
+        reached = last_step(run) + 1
+    assert torn >= 10
+    final = ("--attention-dropout", "0.2", "--train-iters", str(reached))
+    assert runs.plain(2, 0, "pause@0", *final, "--load", "run").codes == [0, 0]
+    assert runs.plain(2, 0, "pause@0", *final, "--save", "whole").codes == [0, 0]
+    assert kept(runs, "run") == kept(runs, "whole")
+    assert tensors(runs, "run", reached) == tensors(runs, "whole", reached) != {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import Ended, Runs, ended, until
+from tests.faults.conftest import Ended, Runs, ended, until_step
 from tests.support.commands import outcome, records
 
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -25,11 +25,10 @@ def stopped(
     whom: Sequence[int],
     *,
     count: int = 2,
-    after: str = "step 4/",
 ) -> Ended:
-    """A run of which these ranks get a signal once the first has said this."""
+    """A run of which these ranks get a signal once the first has told of step 4."""
     with runs.started(count, 0, NEVER, *ENDLESS, *flags) as programs:
-        until(programs[0], after)
+        until_step(programs[0], 4)
         for rank in whom:
             os.kill(programs[rank].process.pid, number)
         return ended(programs)
@@ -41,7 +40,7 @@ def check(runs: Runs, end: Ended, name: str) -> int:
     told = outcome(runs.folder / "run")
     assert (told["outcome"], told["reason"]) == ("stopped", name)
     step = told["step"]
-    assert (runs.folder / "run" / "latest").read_text() == f"step_{step:08d}"
+    assert (runs.folder / "run" / "latest").read_text() == f"step_{step:08d}\n"
     assert f"stopped at step {step} by {name}; go on from it with --load run\n" in end.ranks[0].stdout
     return step
 
@@ -87,7 +86,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs)
     """The evaluation of step 4 is broken off; its record comes from the second start, and all else is the same."""
     slow = ("--eval-interval", "4", "--train-iters", "8", "--save-interval", "2")
     with runs.started(2, 0, "pause@evaluation", *slow, *TP2) as programs:
-        until(programs[0], "step 4/")
+        until_step(programs[0], 4)
         os.kill(programs[1].process.pid, signal.SIGTERM)
         end = ended(programs)
     assert check(runs, end, "SIGTERM") == 4
@@ -100,7 +99,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs)
 
 def test_a_signal_in_a_save(runs: Runs) -> None:
     with runs.started(2, 1, "pause@save", *ENDLESS, *TP2, "--save-interval", "3") as programs:
-        until(programs[0], "step 3/")
+        until_step(programs[0], 3)
         os.kill(programs[0].process.pid, signal.SIGUSR1)
         end = ended(programs)
     assert check(runs, end, "SIGUSR1") in (3, 4)
@@ -108,7 +107,7 @@ def test_a_signal_in_a_save(runs: Runs) -> None:
 
 def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
     with runs.started(2, 1, "stall@5", *ENDLESS, *TP2, "--stop-deadline-minutes", "0.1") as programs:
-        until(programs[0], "step 4/")
+        until_step(programs[0], 4)
         os.kill(programs[0].process.pid, signal.SIGTERM)
         end = ended(programs)
     assert end.codes[0] == 143
@@ -121,7 +120,7 @@ def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
 
 def test_a_signal_where_a_rank_is_gone_is_answered_at_once(runs: Runs) -> None:
     with runs.started(2, 1, "freeze@5", *ENDLESS, *TP2) as programs:
-        until(programs[0], "step 4/")
+        until_step(programs[0], 4)
         os.kill(programs[0].process.pid, signal.SIGTERM)
         assert programs[0].wait(60.0).returncode == 143
         assert "error: rank 1 is gone: rank 0 got SIGTERM and had not stopped after 5 s in the " in programs[0].stderr

@@ -12,7 +12,7 @@ from tests.faults.conftest import FAULTY, PATH, Runs
 from tests.support.commands import environment
 from tests.support.template import ROOT
 
-COMMON = ("--num-layers", "4", "--train-iters", "4", "--save-interval", "2", "--log-interval", "1")
+COMMON = ("--train-iters", "4", "--save-interval", "2")
 
 
 def in_a_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def in_a_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str
 
 def pretrain(runs: Runs, *flags: str) -> str:
     """The command, quoted."""
-    command = [sys.executable, str(ROOT / "pretrain.py"), *runs._flags, *COMMON, *flags]
+    command = [sys.executable, str(ROOT / "pretrain.py"), *runs.flags(*flags)]
     return shlex.join(command)
 
 
@@ -35,8 +35,8 @@ namespaces = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @namespaces
 def test_a_file_system_that_fills_up_keeps_the_old_checkpoint(runs: Runs) -> None:
     """With room for one checkpoint and not for two: told with the path and the bytes, nothing half-written is left."""
-    first = pretrain(runs, "--save", "small/run", "--train-iters", "2").replace("--train-iters 4 ", "", 1)
-    second = pretrain(runs, "--save", "small/run", "--load", "small/run")
+    first = pretrain(runs, "--train-iters", "2", "--save", "small/run")
+    second = pretrain(runs, *COMMON, "--save", "small/run", "--load", "small/run")
     script = (
         f"mkdir small; mount -t tmpfs -o size=64m none small; {first} > /dev/null; "
         "used=$(du -sk small | cut -f1); mount -o remount,size=$((used + used / 2))k small; "
@@ -56,12 +56,12 @@ def test_a_read_only_folder_is_refused_before_training(runs: Runs) -> None:
     )
     done = in_a_namespace(script, runs.folder)
     assert done.stdout.splitlines()[-1] == "code 2" and "step 1/" not in done.stdout
-    assert "the run folder cannot be written (Read-only file system); choose another --save" in done.stderr
+    assert "error: --save there/run: cannot be written (Read-only file system); choose another folder" in done.stderr
 
 
 def test_a_limit_on_files_keeps_the_old_checkpoint(runs: Runs) -> None:
     assert runs.plain(1, 0, "pause@0", "--train-iters", "2").codes == [0]
-    command = [sys.executable, FAULTY, "0", "pause@0", *runs._flags, *COMMON, "--save", "run", "--load", "run"]
+    command = [sys.executable, FAULTY, "0", "pause@0", *runs.flags(*COMMON, "--load", "run")]
     script = f"trap '' XFSZ; ulimit -f 40; {shlex.join(command)}; echo code $?"
     done = subprocess.run(
         ["sh", "-c", script], cwd=runs.folder, env=environment(PATH), capture_output=True, text=True, timeout=240

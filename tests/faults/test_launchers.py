@@ -1,0 +1,87 @@
+"""Signals to launchers: the run is saved where they pass the signal on or are missed, and no rank is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Runs, until_step
+from tests.support.commands import BIN, MARK, PRETRAIN, ROOT, Program, environment, free_port, marked, outcome
+
+LAUNCH = ROOT / "launch"
+ENDLESS = ("--train-iters", "100000")
+TP2 = ("--tensor-model-parallel-size", "2")
+PATIENCE = 60.0
+
+
+def deepspeed() -> tuple[list[str], dict[str, str]]:
+    return ["deepspeed", "--quiet", "--num_gpus", "2", "--master_port", str(free_port()), PRETRAIN], {}
+
+
+def torchrun() -> tuple[list[str], dict[str, str]]:
+    return [str(LAUNCH / "torchrun.sh")], {"NPROC_PER_NODE": "2"}
+
+
+def mpirun() -> tuple[list[str], dict[str, str]]:
+    pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
+    if not (BIN / "mpirun").exists():
+        pytest.skip(f"no mpirun beside this Python, {BIN}: pip install mpich")
+    return [str(LAUNCH / "mpirun.sh")], {"NPROC": "2"}
+
+
+def signalled(runs: Runs, launcher: tuple[list[str], dict[str, str]], number: signal.Signals) -> tuple[int, str]:
+    """The launcher's code and what was on stderr, once every process of the run has ended."""
+    command, variables = launcher
+    env = environment({"PYTHONPATH": str(ROOT)} | variables)
+    with Program([*command, *runs.flags(*ENDLESS, *TP2)], runs.folder, env) as program:
+        until_step(program, 4)
+        program.process.send_signal(number)
+        code = program.wait(PATIENCE).returncode
+        deadline = time.monotonic() + PATIENCE
+        while left := marked(env[MARK]):
+            assert time.monotonic() < deadline, f"{left} are still there:\n{program.stdout}{program.stderr}"
+            time.sleep(0.1)
+        return code, program.stderr
+
+
+def check_stopped(run: Path, name: str) -> None:
+    told = outcome(run)
+    assert (told["outcome"], told["reason"]) == ("stopped", name)
+    assert (run / "latest").read_text() == f"step_{told['step']:08d}\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.faults)])
+def test_the_deepspeed_command_is_missed(runs: Runs, name: str) -> None:
+    """It dies of either without passing it on."""
+    number = signal.Signals[name]
+    code, _ = signalled(runs, deepspeed(), number)
+    assert code == -number
+    check_stopped(runs.folder / "run", "SIGHUP")
+
+
+@pytest.mark.faults
+def test_torchrun_passes_sigterm_on(runs: Runs) -> None:
+    code, _ = signalled(runs, torchrun(), signal.SIGTERM)
+    assert code == 1
+    check_stopped(runs.folder / "run", "SIGTERM")
+
+
+@pytest.mark.faults
+def test_torchrun_dies_of_sigusr1_and_is_missed(runs: Runs) -> None:
+    """With it the store is gone at which ranks tell each other, so that nothing is saved."""
+    code, stderr = signalled(runs, torchrun(), signal.SIGUSR1)
+    assert code == -signal.SIGUSR1
+    assert "error: the launcher on the first host is gone: " in stderr
+    told = outcome(runs.folder / "run")
+    assert told["outcome"] == "failed" and told["reason"].startswith("the launcher on the first host is gone: ")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_mpirun(runs: Runs, name: str) -> None:
+    code, _ = signalled(runs, mpirun(), signal.Signals[name])
+    print(code, os.listdir(runs.folder / "run"))
+    assert code != 0
+    check_stopped(runs.folder / "run", name)
