@@ -1,21 +1,23 @@
 """SIGTERM and SIGUSR1: all ranks stop at one step, which is saved, and the run goes on from there unchanged."""
 
 import os
+import re
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.faults.conftest import Ended, Runs, ended, until_step
-from tests.support.commands import outcome, records
+from tests.faults.conftest import PATH, Ended, Runs, ended, until_step
+from tests.support.commands import ROOT, Program, environment, outcome, records
 
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")
 ZERO3 = ("--zero-stage", "3")
 ENDLESS = ("--train-iters", "100000", "--attention-dropout", "0.2")
 NEVER = "pause@0"
-ORDERS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1}
+ORDERS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGHUP": signal.SIGHUP}
 
 
 def stopped(
@@ -76,6 +78,17 @@ def test_one_signal_stops_all_ranks_at_one_step(runs: Runs, flags: tuple[str, ..
 
 def test_one_process_stops_too(runs: Runs) -> None:
     check(runs, stopped(runs, (), signal.SIGTERM, [0], count=1), "SIGTERM")
+
+
+def test_nohup_is_heeded(runs: Runs) -> None:
+    command = ["nohup", sys.executable, str(ROOT / "pretrain.py"), *runs.flags(*ENDLESS)]
+    with Program(command, runs.folder, environment(PATH)) as program:
+        until_step(program, 2)
+        os.kill(program.process.pid, signal.SIGHUP)
+        until_step(program, 2 + len(re.findall("step +[0-9]+/", program.stdout)))
+        os.kill(program.process.pid, signal.SIGTERM)
+        assert program.wait().returncode == 3
+    assert outcome(runs.folder / "run")["reason"] == "SIGTERM"
 
 
 def test_a_second_signal_changes_nothing(runs: Runs) -> None:
