@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,13 @@ def _add_shape(parser: ToolParser) -> Any:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     profiles = f"{', '.join(packaged())}, a JSON file or a run folder"
     add("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one")
-    add("--threads", type=count, default=cores, metavar="N", help=f"threads of a CPU (default {cores}, all cores)")
+    add(
+        "--threads",
+        type=partial(_threads, cores),
+        default=cores,
+        metavar="N",
+        help=f"threads of a CPU (default {cores}, all cores)",
+    )
     add("--recipe", default=DEFAULT_RECIPE, metavar="R", help=f"the model's shape (default {DEFAULT_RECIPE})")
     add("--micro-batch-size", type=count, default=1, metavar="B", help="streams (default 1)")
     add("--seq-length", type=count, metavar="M", help="tokens of a stream (default: the recipe's)")
@@ -118,6 +125,13 @@ def _integer(text: str, least: int) -> int:
     if not (text.isascii() and text.isdecimal() and least <= int(text) <= LARGEST):
         raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {least} to {LARGEST}")
     return int(text)
+
+
+def _threads(cores: int, text: str) -> int:
+    threads = count(text)
+    if threads > cores:
+        raise argparse.ArgumentTypeError(f"{text}: this process may use {cores} cores, and more threads would wait")
+    return threads
 
 
 def _number(text: str) -> int:

@@ -65,6 +65,7 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
         (["--recipe", "demo"], "command --recipe: there is no such benchmark; give one of"),
         (["step", "--recip", "demo"], "flag --recip: is unknown; did you mean --recipe?"),
         (["step", "--runs", "1", "--runs", "2"], "flag --runs: is given twice; give it once"),
+        (["step", "--threads", "9999"], "argument --threads: 9999: this process may use "),
         (["step", "--runs", "0"], "argument --runs: '0': must be an integer from 1 to 2147483647; see --help"),
         (["step", "--warmup", "-1"], "argument --warmup: '-1': must be an integer from 0 to 2147483647; see --help"),
         (["step", "--dropout", "1"], "argument --attention-dropout/--dropout: '1': must be a number from 0 up to, and"),

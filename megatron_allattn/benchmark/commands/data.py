@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"text: {corpus.description}, {text:.1f} MB; token files of {options.megabytes} MB")
     header = ("one core", "MB/s", "lowest", "highest")
     rows = [
-        (name, *(f"{one[key]:.1f}" for key in ("median", "lowest", "highest")))
+        (name, *(f"{one[key]:.{2 if one[key] < 10 else 1}f}" for key in ("median", "lowest", "highest")))
         for name, one in result["mb_per_second"].items()
     ]
     print(report.table(header, rows))
