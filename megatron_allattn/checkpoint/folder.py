@@ -144,15 +144,15 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
     A step whose save has not ended is passed over, and so is one that is damaged unless there is a `way_out` to name:
-    then it raises Damaged. With `check_bytes` a folder must also pass `verify`. Reads only. Raises UsageError when the
-    run has none.
+    then it raises Damaged where there is an older one. With `check_bytes` a folder must also pass `verify`. Reads only.
+    Raises UsageError when the run has none.
     """
     parent = run_folder / FOLDER
     if not parent.is_dir():
         run = run_around(run_folder)
         fix = "name a run folder" if run is None else f"name the run folder {run}"
         raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}; {fix}")
-    candidates, skipped = [], []
+    candidates, skipped, damaged = [], [], None
     for path in sorted(parent.iterdir()):
         if (reason := _why_no_candidate(path)) is not None:
             skipped.append(f"{path}: {reason}")
@@ -162,10 +162,12 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
     candidates.sort(key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True)
     for path in candidates:
         if (reason := _why_unusable(path, check_bytes)) is not None:
-            if way_out is not None and _was_complete(run_folder, path):
-                raise Damaged(path, f"{reason}; {way_out}")
+            if damaged is None and way_out is not None and _was_complete(run_folder, path):
+                damaged = Damaged(path, f"{reason}; {way_out}")
             skipped.append(f"{path}: {reason}")
             continue
+        if damaged is not None:
+            raise damaged
         latest = run_folder / LATEST
         if latest.is_file() and (text := latest.read_text(errors="replace").strip()) != step_name(_step_of(path)):
             skipped.append(f"{latest}: it names {text!r}, but {path.name} is the newest complete step")

@@ -262,7 +262,7 @@ def test_save_where_a_run_is(place: Place) -> None:
 def test_save_where_no_folder_can_be(place: Place, save: str) -> None:
     line = place.refused(*TRAIN, *DATA, "--save", save)
     assert line.startswith(f"--save {save}: cannot be written (")
-    assert line.endswith("choose another --save")
+    assert line.endswith("choose another folder")
 
 
 @pytest.mark.parametrize(

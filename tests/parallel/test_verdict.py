@@ -54,13 +54,22 @@ TENSOR, PIPELINE = "in the tensor group [2, 3]", "in the pipeline group [1, 3], 
             "rank 1 waited in the tensor group [2, 3]; ranks 2 and 3 ended",
         ),
         (
-            {0: Report("late", TENSOR), 1: Report("ended", TENSOR), 2: Report("there", TENSOR), 3: Report("done")},
+            {
+                0: Report("late", TENSOR),
+                1: Report("ended", TENSOR, "SIGTERM"),
+                2: Report("there", TENSOR),
+                3: Report("done"),
+            },
             "the run was ended by SIGTERM: rank 1 got SIGTERM in the tensor group [2, 3]; "
             "rank 0 gave up after 20 s in the tensor group [2, 3]; rank 2 waited in the tensor group [2, 3]; "
             "rank 3 ended",
         ),
         (
-            {0: Report("ended", TENSOR), 2: Report("ended", TENSOR), 3: Report("ended", TENSOR)},
+            {
+                0: Report("ended", TENSOR, "SIGTERM"),
+                2: Report("ended", TENSOR, "SIGTERM"),
+                3: Report("ended", TENSOR, "SIGTERM"),
+            },
             "rank 1 is gone: ranks 0, 2 and 3 got SIGTERM in the tensor group [2, 3]",
         ),
     ],
