@@ -51,7 +51,7 @@ test-faults: $(READY)
 	$(BIN)/python -m pytest -q -m faults
 
 test-fuzz: $(READY)
-	$(BIN)/python -m pytest -q -m fuzz
+	$(BIN)/python -m pytest -q -n 2 -m fuzz -o faulthandler_timeout=7200
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

@@ -37,6 +37,7 @@ class Saves:
         self.engine = PlainEngine(network, run, groups, CPU, torch.float32, choose_fused("auto", False))
         tokens = zipf_tokens(vocab_size, batch, block + 1).numpy()
         self._block, self._folder, self.number = (tokens[:, :-1], tokens[:, 1:]), folder, 0
+        self._savers = {asynchronous: self._saver(asynchronous) for asynchronous in (False, True)}
         self.num_bytes = sum(one.values.numel() * one.values.itemsize for one in self.engine.fragments())
 
     def step(self) -> float:
@@ -64,7 +65,7 @@ class Saves:
 
     def save(self) -> float:
         """MB/s of a save that training waits for."""
-        saver, start = self._saver(asynchronous=False), time.perf_counter()
+        saver, start = self._savers[False], time.perf_counter()
         saver.save(self.number, {})
         saver.finished()
         took = time.perf_counter() - start
@@ -74,7 +75,7 @@ class Saves:
     def beside(self) -> dict[str, float]:
         """A save that training does not wait for: seconds for which it stands still, and those of the steps until the
         save has ended, on average."""
-        saver, start = self._saver(asynchronous=True), time.perf_counter()
+        saver, start = self._savers[True], time.perf_counter()
         saver.save(self.number, {})
         blocked = time.perf_counter() - start
         steps: list[float] = []
@@ -83,7 +84,7 @@ class Saves:
         self._clear()
         return {"blocked": blocked, "step": sum(steps) / len(steps)}
 
-    def _saver(self, *, asynchronous: bool) -> Saver:
+    def _saver(self, asynchronous: bool) -> Saver:
         return Saver(self._folder / "run", self.engine, asynchronous=asynchronous, after_commit=lambda _: None)
 
     def _clear(self) -> None:
