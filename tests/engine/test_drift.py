@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.saver import Saver
-from megatron_allattn.engine.drift import Drift, _apart, check_replicas
+from megatron_allattn.engine.drift import ROW, Drift, _apart, _digest, check_replicas
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerError, WorkerPools
@@ -123,3 +123,18 @@ def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:
 )
 def test_only_most_of_the_ranks_are_taken_to_be_right(versions: list[list[int]], said: str) -> None:
     assert _apart(versions) == said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1, ROW - 1, ROW, 3 * ROW + 7])
+def test_any_element_and_all_signs_change_a_digest(size: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    own = _digest(weight)
+    assert _digest(weight.clone()) == own != _digest(-weight)
+    for place in {0, size // 2, size - 1}:
+        other = weight.clone()
+        other[place] *= 1 + 2**-7
+        assert _digest(other) != own, place
+    swapped = weight.clone().view(-1)
+    swapped[: 2 * ROW] = swapped[: 2 * ROW].roll(ROW)
+    assert size < 2 * ROW or _digest(swapped) != own
