@@ -250,7 +250,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
 
 def first_host(nodelist: str) -> str:
     """The first host of SLURM's compressed list: `gpu[007-009,12]-x,login1` gives gpu007-x. Raises UsageError."""
-    match = re.fullmatch(r"((?:[^\[\],\s]|\[[\d,-]+\])+)(,.*)?", nodelist.strip())
+    match = re.fullmatch(r"((?:[^\[\],\s]|\[\d[\d,-]*\])+)(,.*)?", nodelist.strip())
     if match is None:
         raise usage_error("SLURM_JOB_NODELIST", nodelist, "not a list of hosts", "set MASTER_ADDR to the first host")
     return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[1])

@@ -6,7 +6,9 @@ value in the place of another. A few of each here, a hundred thousand by `make t
 
 import hashlib
 import json
+import re
 import resource
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,12 @@ from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_hea
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.data.indexed import IndexedReader, IndexedWriter
 from megatron_allattn.data.tokenizers import CharTokenizer, WordTokenizer, tokenizer_from_file
+from megatron_allattn.parallel.discovery import first_host
+from tests.support.template import ROOT
 
 FEW, MANY = 300, 100_000
 ROUND = 1000  # inputs by one seed: hypothesis keeps what it knows of all of them
+CHECKS = ("refuse", "check_hosts")  # of launch/deepspeed_hosts.sh
 MEMORY = 400 * 2**20  # that a reader's inputs, of at most some hundred bytes, may cost together
 
 values = st.recursive(
@@ -217,3 +222,76 @@ def test_tokenizer_file_of_other_bytes(tmp_path: Path, count: int) -> None:
         tokenizer_from_file(path)
 
     fuzz(bytes_near(json.dumps(CharTokenizer(["a", "b"]).to_json()).encode()), read, count)
+
+
+@count_of_inputs
+def test_node_list(count: int) -> None:
+    """SLURM's, of which the first host is taken."""
+
+    def read(text: str) -> None:
+        host = first_host(text)
+        assert host and not set(host) & set("[], \t\n")
+
+    parts = st.sampled_from(
+        ["gpu", "n", "[", "]", "001", "1", "-", ",", " ", ".x", "login1", "[007-009,12]", "\n", "é"]
+    )
+    fuzz(st.lists(parts, max_size=12).map("".join) | st.text(max_size=30), read, count)
+
+
+class HostFiles:
+    """The check of hostfiles in launch/deepspeed_hosts.sh, in one shell for all."""
+
+    def __init__(self) -> None:
+        script = (ROOT / "launch/deepspeed_hosts.sh").read_text()
+        functions = [re.search(rf"^{name}\(\) {{$.*?^}}$", script, re.DOTALL | re.MULTILINE) for name in CHECKS]
+        loop = 'while IFS= read -r path; do said=$(check_hosts "$path" 2>&1); echo "$? $said"; done'
+        text = "\n".join(["set -uo pipefail", *(found[0] for found in functions if found), loop])
+        assert all(functions)
+        self.shell = subprocess.Popen(["bash", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def check(self, path: Path) -> str:
+        """What it says: `0 `, or `2 error: …`."""
+        assert self.shell.stdin is not None and self.shell.stdout is not None
+        self.shell.stdin.write(f"{path}\n".encode())
+        self.shell.stdin.flush()
+        return self.shell.stdout.readline().decode(errors="replace").rstrip("\n")
+
+
+@count_of_inputs
+def test_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Nothing in it reaches a shell: what is accepted is hosts and numbers."""
+    monkeypatch.chdir(tmp_path)
+    hosts, path = HostFiles(), tmp_path / "hosts"
+    valid = re.compile(rb"\s*(#.*)?|\s*[A-Za-z0-9][A-Za-z0-9._-]*\s+slots=0*[1-9][0-9]*\s*")
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        said = hosts.check(path)
+        assert [name.name for name in tmp_path.iterdir()] == ["hosts"]
+        if said == "0 ":
+            assert all(valid.fullmatch(line) for line in content.replace(b"\0", b"").split(b"\n"))
+        else:
+            assert said.startswith("2 error: ")
+
+    words = [
+        "node1",
+        "slots=",
+        "slots=8",
+        "=",
+        " ",
+        "\t",
+        "\n",
+        "0",
+        "#",
+        "$(touch canary)",
+        "`touch canary`",
+        ";",
+        "-o",
+        "\r",
+    ]
+    lines = st.lists(st.sampled_from([word.encode() for word in words]), max_size=8).map(b"".join)
+    try:
+        fuzz(lines | bytes_near(b"# two hosts\nnode1 slots=8\nnode-2.x slots=04\n"), read, count)
+    finally:
+        hosts.shell.kill()
+        hosts.shell.wait()

@@ -139,7 +139,7 @@ def test_first_host(nodelist: str, host: str):
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize("nodelist", ["", "n[1-4", "n]1[", "n[a-b]", "a b"])
+@pytest.mark.parametrize("nodelist", ["", "n[1-4", "n]1[", "n[a-b]", "a b", "n[,1]"])
 def test_a_bad_node_list_is_refused(nodelist: str):
     with pytest.raises(UsageError, match=r"^SLURM_JOB_NODELIST .*: not a list of hosts"):
         first_host(nodelist)
