@@ -1,9 +1,11 @@
-"""What saving and loading cost in memory, beside the state itself: a tensor or two, and no file."""
+"""What saving, loading and converting cost in memory, beside the state itself: a tensor or two, and no file."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+from megatron_allattn.config import ModelConfig
+from tests.support.saved_runs import saved_run
 from tests.support.template import ROOT
 
 SCRIPT = """
@@ -51,5 +53,44 @@ def test_memory_beside_the_state_is_that_of_a_tensor(tmp_path: Path) -> None:
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
     state, saving, loading = map(int, output.split())
     assert state > 300e6
+    print(f"{saving:,} and {loading:,} bytes for a state of {state:,}")
     assert saving < 24e6, f"{saving:,} bytes for a state of {state:,}"
     assert loading < 96e6, f"{loading:,} bytes for a state of {state:,}"
+
+
+CONVERSIONS = """
+import resource, sys
+from pathlib import Path
+from megatron_allattn.checkpoint import shards, single_file, universal
+from megatron_allattn.checkpoint.conversion import read_run
+from megatron_allattn.config import ParallelConfig
+
+def there_and_back(run, out):
+    out.mkdir()
+    single_file.write(read_run(run), out / "one.safetensors")
+    single_file.read(out / "one.safetensors", out / "from_one")
+    grid = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    shards.write(read_run(run), out / "grid", grid)
+    shards.read(out / "grid", out / "from_grid")
+    universal.write(read_run(run), out / "universal")
+    universal.read(out / "universal", out / "from_universal")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+small, large, folder = map(Path, sys.argv[1:])
+before = there_and_back(small, folder / "small")
+print(there_and_back(large, folder / "large") - before)
+"""
+
+
+def test_conversions_hold_a_tensor_or_two(tmp_path: Path) -> None:
+    """Each way between ours, one file, TP 2 × PP 2 shards and DeepSpeed's: a state of 150 MB, tensors of up to 4 MB."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "persistent_memory_size": 1024, "max_attention_span": 96}
+    for name, num_layers in (("few", 2), ("many", 6)):
+        saved_run(tmp_path / name, ModelConfig(num_layers=num_layers, **sizes), steps=1, vocab_size=1000)
+    files = (tmp_path / "many").glob("checkpoints/*/*.safetensors")
+    assert sum(path.stat().st_size for path in files) > 120e6
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", CONVERSIONS, *(str(tmp_path / name) for name in ("few", "many", "out"))]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    print(f"{int(output):,} bytes")
+    assert int(output) < 24e6
