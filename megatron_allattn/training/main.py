@@ -1,7 +1,7 @@
 """From a configuration to an exit code: join the other ranks, build the session, train, say how it ended.
 
 Exit codes: 0 done; 2 the user's mistake; 3 stopped by a signal, with a checkpoint; 4 what is not finite; 1 anything
-else; 143 or 138 where SIGTERM or SIGUSR1 came and there was no time to stop. A user's mistake, a full disk or a port in
+else; 128 and the number of a signal after which there was no time to stop. A user's mistake, a full disk or a port in
 use is one line on the first rank that has it; what is nobody's mistake comes with its traceback. Of a run whose ranks
 have lost each other one of them tells who is gone or who waited where (parallel/failures.py).
 """
