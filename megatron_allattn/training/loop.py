@@ -41,10 +41,8 @@ def train(session: Session) -> None:
         if not session.stopping:
             _finish(session, console, valid)
         if session.stopping:
-            _stop(session, console)
-        if session.saver is not None:
-            session.saver.wait()
-            _tell_saved(session, console)
+            _save(session, console)
+        _tell_end(session, console)
     finally:
         console.close()
 
@@ -58,26 +56,32 @@ def _save(session: Session, console: Console) -> None:
     """Save the last step, if there is a run folder, unless that is done."""
     if session.saver is None or session.saved == session.step:
         return
-    session.saver.wait()
-    _tell_saved(session, console)
+    _tell_saved(session, console, wait=True)
     session.save()
     _tell_saved(session, console)
     if (balanced := session.balance_heads()) is not None:
         console.say(f"heads balanced at step {session.step}: {balanced}")
 
 
-def _stop(session: Session, console: Console) -> None:
-    """The end of a run that was asked to stop."""
-    name, kept = signal.Signals(session.stopping).name, "nothing is kept without --save"
-    if session.saver is not None:
-        _save(session, console)
-        kept = f"go on from it with --load {session.run.checkpoint.save}"
-    console.say(f"stopped at step {session.step} by {name}; {kept}")
+def _tell_end(session: Session, console: Console) -> None:
+    """What is left of a run, once it is on the disk."""
+    _tell_saved(session, console, wait=True)
+    run_folder = session.run.checkpoint.save
+    if session.stopping:
+        name = signal.Signals(session.stopping).name
+        kept = "nothing is kept without --save" if run_folder is None else f"go on from it with --load {run_folder}"
+        console.say(f"stopped at step {session.step} by {name}; {kept}")
+    elif run_folder is not None:
+        console.say(f"run folder: {run_folder}")
 
 
-def _tell_saved(session: Session, console: Console) -> None:
+def _tell_saved(session: Session, console: Console, *, wait: bool = False) -> None:
     """Say that a save has ended, if one has. Raises what has gone wrong with it."""
-    if session.saver is not None and (step := session.saver.finished()) is not None:
+    if session.saver is None:
+        return
+    if wait:
+        session.saver.wait()
+    if (step := session.saver.finished()) is not None:
         console.say(f"saved step {step} in {session.run.checkpoint.save}")
 
 
@@ -216,5 +220,3 @@ def _finish(session: Session, console: Console, valid: float | None) -> None:
             console.say(f"{kind}: {bits:.4f} bits per {unit}, {gap} the corpus's unigram entropy of {entropy:.4f}")
     if torch.cuda.is_available():
         console.say(f"peak GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    if session.run.checkpoint.save is not None:
-        console.say(f"run folder: {session.run.checkpoint.save}")
