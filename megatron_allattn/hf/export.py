@@ -124,7 +124,9 @@ def _compare_logits(saved: SavedRun, folder: Path) -> str:
         rule = f"the files are for transformers {OLDEST} and newer"
         raise usage_error("transformers", installed, rule, f"pip install 'transformers>={OLDEST}', or none")
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (optional)
+    from transformers.utils import logging  # noqa: PLC0415
 
+    logging.disable_progress_bar()
     ids = torch.arange(TRIED)[None] % saved.state["vocab_size"]
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():
