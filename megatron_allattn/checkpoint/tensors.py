@@ -9,7 +9,8 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -21,6 +22,7 @@ from megatron_allattn.config.errors import UsageError
 
 T = TypeVar("T")
 DEFAULT_MAX_BYTES = 256 * 2**20
+PIECE_BYTES = 16 * 2**20  # of a tensor that is written at a time, and of a file before the disk begins
 DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -87,22 +89,48 @@ def write_tensors(
     metadata: texts for its header; tensors: on the CPU, contiguous, as `infos` describe them, in this order; each is
     asked for when the one before it is written. Raises StorageError; a partial file is then left.
     """
-    header, digest = pack_header(infos, metadata), hashlib.sha256()
+    header = pack_header(infos, metadata)
     needed = len(header) + sum(info.num_bytes for info in infos)
-    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle, ThreadPoolExecutor(1) as beside:
-
-        def write(content: memoryview) -> None:
-            hashed = beside.submit(digest.update, content)  # takes about as long as the writing
-            while content:
-                content = content[handle.write(content) :]
-            hashed.result()
-
-        write(memoryview(header))
+    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle, ThreadPoolExecutor(2) as beside:
+        written = _Written(handle, beside)
+        written.add(memoryview(header))
         for info, tensor in zip(infos, tensors, strict=True):
             assert info_of(info.name, tensor) == info, f"tensor {info.name}: {tensor.dtype} {tuple(tensor.shape)}"
-            write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        os.fsync(handle.fileno())
-    return digest.hexdigest()
+            written.add(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return written.finish()
+
+
+class _Written:
+    """A file under way: beside its writing it is hashed, which takes about as long, and flushed."""
+
+    def __init__(self, handle: FileIO, beside: Executor) -> None:
+        self._handle, self._beside, self._digest = handle, beside, hashlib.sha256()
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
+
+    def add(self, content: memoryview) -> None:
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            hashed = self._beside.submit(self._digest.update, piece)
+            left = piece
+            while left:
+                left = left[self._handle.write(left) :]
+            hashed.result()
+            self._unflushed += len(piece)
+            if self._unflushed >= PIECE_BYTES and (self._flush is None or self._flush.done()):
+                self._flushed()
+                self._flush, self._unflushed = self._beside.submit(os.fdatasync, self._handle.fileno()), 0
+
+    def finish(self) -> str:
+        """Flush the rest; the SHA-256."""
+        self._flushed()
+        os.fsync(self._handle.fileno())
+        return self._digest.hexdigest()
+
+    def _flushed(self) -> None:
+        """Raise what has gone wrong with the last flush."""
+        if self._flush is not None:
+            self._flush.result()
 
 
 class TensorReader:
