@@ -1,4 +1,4 @@
-# make demo | test | test-layouts | test-64 | test-variants | test-faults | test-fuzz | lint | benchmark | gpu-check | venv | system-deps | clean
+# make demo | test | test-layouts | test-64 | test-variants | test-faults | test-fuzz | test-cluster | lint | benchmark | gpu-check | venv | system-deps | clean
 #
 # Everything but gpu-check runs in .venv, which is made on first use and brought up to date when the requirements change.
 
@@ -11,7 +11,7 @@ DEMO_RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults test-fuzz demo benchmark gpu-check clean
+.PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults test-fuzz test-cluster demo benchmark gpu-check clean
 
 venv: $(READY)
 
@@ -52,6 +52,10 @@ test-faults: $(READY)
 
 test-fuzz: $(READY)
 	$(BIN)/python -m pytest -q -n 2 -m fuzz -o faulthandler_timeout=7200
+
+# with an sshd, pdsh and hosts of its own
+test-cluster: $(READY) system-deps
+	$(BIN)/python -m pytest -q -m cluster
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

@@ -369,6 +369,7 @@ def test_float16_without_a_gpu(place: Place) -> None:
     assert line == "--fp16 True: DeepSpeed trains in float16 on GPUs only; use --bf16 or neither"
 
 
+@pytest.mark.faults
 def test_deepspeed_launcher_passes_on_a_mistake_of_the_session(place: Place) -> None:
     launcher = ["deepspeed", "--quiet", "--num_gpus", "2", "--master_port", str(free_port()), PRETRAIN]
     before = contents(place.folder)

@@ -22,6 +22,7 @@ from megatron_allattn.inference.evaluation import evaluate as score_split
 from megatron_allattn.parallel.groups import single_process_groups
 from tests.support.commands import ROOT, Finished, corpus, free_port, run
 from tests.support.dense import dense_network, reach_of
+from tests.support.layouts import rest
 from tests.support.runs import BLOCK, SMALL, untrained_run
 
 TOOL = str(ROOT / "tools/evaluate.py")
@@ -133,7 +134,7 @@ def test_the_codes_protocol_is_that_of_eight_separate_texts(
     assert card["nats_per_token"] != pytest.approx(exact.mean(), rel=1e-9)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", *rest("mpirun")])
 def test_two_processes(folder: Path, exact: np.ndarray, launcher: str) -> None:
     port = str(free_port())
     sizes = {"torchrun": (1, 2), "mpirun": (2, 1)}[launcher]

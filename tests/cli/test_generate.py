@@ -52,6 +52,7 @@ def main(*argv: str) -> int:
     return runpy.run_path(TOOL)["main"](list(argv))
 
 
+@pytest.mark.layouts
 def test_two_processes(folder: Path, expected: str) -> None:
     pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
     flags = ("--tensor-model-parallel-size", "2", "--prompt", "the of")

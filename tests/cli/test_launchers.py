@@ -29,6 +29,7 @@ from tests.support.commands import (
     run,
     run_ranks,
 )
+from tests.support.layouts import rest
 from tests.support.loopback import HOSTS, loopback_hosts, missing_programs
 from tests.support.template import Template
 
@@ -101,6 +102,7 @@ def test_single_process(data: Path, two_ranks: list[dict[str, Any]], tmp_path: P
     )
 
 
+@pytest.mark.cluster
 def test_torchrun(data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     done = run(str(LAUNCH / "torchrun.sh"), *flags(data, 2), folder=tmp_path, variables={"NPROC_PER_NODE": "2"})
     check_ended(done, 2)
@@ -110,6 +112,7 @@ def test_torchrun(data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path) -
     assert without_speed(tmp_path / NASTY) == two_ranks
 
 
+@pytest.mark.cluster
 def test_mpirun(data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
     if not (BIN / "mpirun").exists():
@@ -133,6 +136,7 @@ def test_deepspeed_launcher(data: Path, two_ranks: list[dict[str, Any]], tmp_pat
     assert without_speed(tmp_path / NASTY) == two_ranks
 
 
+@pytest.mark.cluster
 def test_deepspeed_over_two_hosts(
     data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -171,7 +175,7 @@ def test_deepspeed_speaks_when_asked(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "variables", "exit_code"),
-    [("torchrun.sh", {"NPROC_PER_NODE": "2"}, 1), ("mpirun.sh", {"NPROC": "2"}, 2), ("", {}, 2)],
+    [("torchrun.sh", {"NPROC_PER_NODE": "2"}, 1), *rest(("mpirun.sh", {"NPROC": "2"}, 2)), ("", {}, 2)],
     ids=["torchrun", "mpirun", "deepspeed"],
 )
 def test_a_mistake_is_told_once_and_the_launcher_fails(

@@ -78,6 +78,7 @@ def test_recorded_cases_agree_and_nothing_but_torch_and_numpy_is_needed() -> Non
     assert last == "loaded []"
 
 
+@pytest.mark.layouts
 def test_recorded_cases_agree_with_another_backend_over_local_processes() -> None:
     checkpoints = [CASES / "adaptive_span_char.pt", CASES / "adaptive_span_word.pt"]
     flags = ("--tensor-model-parallel-size", 2, "--attention-backend", "blocked")
@@ -107,6 +108,7 @@ def test_the_normalization_over_spans_differs_from_what_was_recorded(answer) -> 
     assert "gradients 2.4e-04 (≤ 1e-05)" in lines[3]
 
 
+@pytest.mark.layouts
 def test_a_case_through_deepspeed() -> None:
     code, output, errors = run(case("all_attention"), "--engine", "deepspeed", "--dtype", "float32")
     assert (code, errors) == (0, "")
@@ -246,6 +248,7 @@ def test_a_process_that_dies_ends_them_all(running) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+@pytest.mark.faults
 def test_processes_end_when_the_program_is_killed(running) -> None:
     process, _, everyone = running
     process.kill()

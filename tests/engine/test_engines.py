@@ -151,11 +151,14 @@ def _spoiled(rank: int, world_size: int, case: Case, what: str) -> tuple[str | N
     "case",
     [
         Case(1, 2, 0, 1, "adam"),
-        Case(1, 2, 0, 2, "adagrad", "float32", "deepspeed"),
         Case(2, 1, 3, 1, "adam", "float32", "deepspeed"),
-        *(Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed") for zero in range(4)),
-        Case(1, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2),
-        *(Case(1, 2, zero, 1, "adagrad", dtype, "deepspeed", offload=True) for zero in (1, 2, 3) for dtype in DTYPES),
+        Case(1, 2, 1, 1, "adam", "bfloat16", "deepspeed"),
+        *rest(
+            Case(1, 2, 0, 2, "adagrad", "float32", "deepspeed"),
+            *(Case(1, 2, zero, 1, "adam", "bfloat16", "deepspeed") for zero in (0, 2, 3)),
+            Case(1, 1, 1, 2, "adagrad", "bfloat16", "deepspeed", 2),
+            *(Case(1, 2, z, 1, "adagrad", dtype, "deepspeed", offload=True) for z in (1, 2, 3) for dtype in DTYPES),
+        ),
     ],
     ids=str,
 )

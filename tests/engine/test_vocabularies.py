@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_allattn.config import ModelConfig
+from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import Case, Trajectory, build, differences, run_config, trajectory
 
@@ -48,16 +49,20 @@ def test_tensor_parallel_equals_one_process(size: int, model: str, pools: Worker
 @pytest.mark.parametrize(
     ("case", "model"),
     [
-        *[(Case(1, 2, zero, 1, "adagrad", "float32", "deepspeed"), "adaptive tied") for zero in (1, 2, 3)],
-        *[(Case(1, 2, zero, 2, "adam", "float32", "deepspeed"), "adaptive") for zero in (0, 2, 3)],
-        (Case(2, 2, 3, 1, "adagrad", "float32", "deepspeed"), "adaptive tied"),
+        (Case(1, 2, 2, 1, "adagrad", "float32", "deepspeed"), "adaptive tied"),
+        (Case(1, 2, 3, 2, "adam", "float32", "deepspeed"), "adaptive"),
         (Case(2, 2, 0, 2, "adam", "float32", "plain"), "adaptive tied"),
-        (Case(1, 2, 3, 2, "adagrad", "float32", "deepspeed"), "tied"),
-        (Case(2, 1, 2, 2, "adam", "float32", "deepspeed"), "tied"),
-        (Case(1, 1, 1, 2, "adagrad", "float32", "deepspeed", pipeline=2), "tied"),
-        (Case(1, 2, 1, 1, "adam", "float32", "deepspeed", pipeline=2), "adaptive tied"),
         (Case(1, 1, 0, 2, "adam", "float32", "deepspeed", pipeline=2), "adaptive tied"),
-        (Case(2, 1, 0, 1, "adagrad", "float32", "deepspeed", pipeline=2), "adaptive"),
+        *rest(
+            *((Case(1, 2, zero, 1, "adagrad", "float32", "deepspeed"), "adaptive tied") for zero in (1, 3)),
+            *((Case(1, 2, zero, 2, "adam", "float32", "deepspeed"), "adaptive") for zero in (0, 2)),
+            (Case(2, 2, 3, 1, "adagrad", "float32", "deepspeed"), "adaptive tied"),
+            (Case(1, 2, 3, 2, "adagrad", "float32", "deepspeed"), "tied"),
+            (Case(2, 1, 2, 2, "adam", "float32", "deepspeed"), "tied"),
+            (Case(1, 1, 1, 2, "adagrad", "float32", "deepspeed", pipeline=2), "tied"),
+            (Case(1, 2, 1, 1, "adam", "float32", "deepspeed", pipeline=2), "adaptive tied"),
+            (Case(2, 1, 0, 1, "adagrad", "float32", "deepspeed", pipeline=2), "adaptive"),
+        ),
     ],
     ids=str,
 )

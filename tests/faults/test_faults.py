@@ -52,6 +52,7 @@ def test_a_gradient_that_is_not_a_number_in_a_stage(runs: Runs) -> None:
     assert outcome(runs.folder / "run") == {"outcome": "guard", "step": 3, "reason": line.removeprefix("error: ")}
 
 
+@pytest.mark.faults
 def test_a_collective_of_one_shard_alone(runs: Runs) -> None:
     ended = runs.plain(2, 1, "unmatched", *TP2)
     assert ended.codes == [1, 1]

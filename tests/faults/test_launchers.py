@@ -10,6 +10,7 @@ import pytest
 from tests.faults.conftest import Runs, until_step
 from tests.support.commands import BIN, MARK, PRETRAIN, ROOT, Program, environment, free_port, marked, outcome
 
+pytestmark = pytest.mark.faults
 LAUNCH = ROOT / "launch"
 ENDLESS = ("--train-iters", "100000")
 TP2 = ("--tensor-model-parallel-size", "2")
@@ -52,7 +53,7 @@ def check_stopped(run: Path, name: str) -> None:
     assert (run / "latest").read_text() == f"step_{told['step']:08d}\n"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_the_deepspeed_command_is_missed(runs: Runs, name: str) -> None:
     """It dies of either without passing it on."""
     number = signal.Signals[name]
@@ -61,14 +62,12 @@ def test_the_deepspeed_command_is_missed(runs: Runs, name: str) -> None:
     check_stopped(runs.folder / "run", "SIGHUP")
 
 
-@pytest.mark.faults
 def test_torchrun_passes_sigterm_on(runs: Runs) -> None:
     code, _ = signalled(runs, torchrun(), signal.SIGTERM)
     assert code == 1
     check_stopped(runs.folder / "run", "SIGTERM")
 
 
-@pytest.mark.faults
 def test_torchrun_dies_of_sigusr1_and_is_missed(runs: Runs) -> None:
     """With it the store is gone at which ranks tell each other, so that nothing is saved."""
     code, stderr = signalled(runs, torchrun(), signal.SIGUSR1)
@@ -78,7 +77,6 @@ def test_torchrun_dies_of_sigusr1_and_is_missed(runs: Runs) -> None:
     assert told["outcome"] == "failed" and told["reason"].startswith("the launcher on the first host is gone: ")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_mpirun(runs: Runs, name: str) -> None:
     code, _ = signalled(runs, mpirun(), signal.Signals[name])

@@ -155,6 +155,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(output.read_text())
 
 
+@pytest.mark.layouts
 def test_zero_stages_where_deepspeed_is_installed(full: dict) -> None:
     differences = {row["part"]: row["values"]["difference"] for row in rows(full, "ZeRO") if "|" in row["part"]}
     assert len(differences) == 4 + 4 + 3
@@ -162,6 +163,7 @@ def test_zero_stages_where_deepspeed_is_installed(full: dict) -> None:
         assert difference < (1e-2 if "float16" in part else 1e-6), part
 
 
+@pytest.mark.layouts
 def test_float16_learns_with_its_loss_scale(full: dict) -> None:
     trainings = [row["values"] for row in rows(full, "ZeRO") if row["part"].endswith("float16, 40 steps")]
     assert len(trainings) == 3

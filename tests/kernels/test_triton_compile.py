@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.support.layouts import rest
 from tests.support.triton_compile import compiled, launches
 
 KERNELS = [
@@ -20,7 +21,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, *rest(90)])
 def test_no_kernel_spills_registers_at_heads_of_64_in_bfloat16(
     monkeypatch: pytest.MonkeyPatch, capability: int
 ) -> None:

@@ -29,12 +29,9 @@ ALL = [
     for accumulation in ACCUMULATION
 ]
 FAST = [
-    float32(1, 1, 1, 0, 1, "adagrad"),
     float32(2, 1, 2, 3, 2, "adagrad"),
     float32(1, 1, 2, 2, 1, "adam"),
-    replace(float32(1, 2, 1, 1, 4, "adagrad"), layers=(1, 4)),
     float32(2, 2, 1, 1, 2, "adam"),
-    float32(1, 2, 2, 0, 2, "adagrad"),
 ]
 PLAIN = [
     Case(tensor, data, 0, accumulation, optimizer, "float64", "plain")

@@ -20,6 +20,7 @@ from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.accounting import peak_step_bytes, step_phases
 from megatron_allattn.model.network import Network
+from tests.support.layouts import rest
 from tests.support.memory import profiled_peak
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
@@ -122,7 +123,9 @@ def check(results: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "block", "optimizer"), [(4, 128, ADAM), (1, 32, ADAM), (1, 32, ADAGRAD)], ids=["large", "adam", "adagrad"]
+    ("batch", "block", "optimizer"),
+    [(4, 128, ADAM), *rest((1, 32, ADAM), (1, 32, ADAGRAD))],
+    ids=["large", "adam", "adagrad"],
 )
 def test_a_large_adaptive_vocabulary_over_two_ranks(
     pools: WorkerPools, batch: int, block: int, optimizer: OptimizerConfig
@@ -141,17 +144,19 @@ NO_MEMORY = replace(SMALL, persistent_memory_size=0)
     ("model", "world_size", "ranks", "micro", "optimizer"),
     [
         (replace(SMALL, attention_dropout=0.1, embedding_dropout=0.1), 1, 1, 8, ADAM),
-        (replace(SMALL, empty_cache="mask", position_values="shared"), 1, 1, 8, ADAM),
-        (replace(SMALL, adaptive_span=False), 2, 2, 8, ADAGRAD),
-        (replace(NO_MEMORY, adaptive_span=False), 1, 1, 8, replace(ADAGRAD, weight_decay=0.1, clip_grad=0.0)),
         (replace(NO_MEMORY, variant="transformer", feed_forward_size=512, feed_forward_dropout=0.1), 2, 2, 8, ADAGRAD),
-        (replace(SMALL, variant="attn-split"), 1, 1, 8, ADAM),
-        (replace(SMALL, variant="head-split"), 1, 1, 8, ADAM),
-        (replace(SMALL, variant="single-head", persistent_memory_size=512), 2, 2, 8, ADAM),
-        (replace(NO_MEMORY, variant="ff-attn", feed_forward_size=512), 2, 2, 8, ADAM),
         (replace(SMALL, untie_embeddings_and_output_weights=False), 2, 1, 2, ADAM),  # two replicas, two micro-batches
+        *rest(
+            (replace(SMALL, empty_cache="mask", position_values="shared"), 1, 1, 8, ADAM),
+            (replace(SMALL, adaptive_span=False), 2, 2, 8, ADAGRAD),
+            (replace(NO_MEMORY, adaptive_span=False), 1, 1, 8, replace(ADAGRAD, weight_decay=0.1, clip_grad=0.0)),
+            (replace(SMALL, variant="attn-split"), 1, 1, 8, ADAM),
+            (replace(SMALL, variant="head-split"), 1, 1, 8, ADAM),
+            (replace(SMALL, variant="single-head", persistent_memory_size=512), 2, 2, 8, ADAM),
+            (replace(NO_MEMORY, variant="ff-attn", feed_forward_size=512), 2, 2, 8, ADAM),
+        ),
     ],
-    ids=["dropout", "mask", "fixed", "no memory", "transformer", "split", "heads", "single", "ff-attn", "accumulation"],
+    ids=["dropout", "transformer", "accumulation", "mask", "fixed", "no memory", "split", "heads", "single", "ff-attn"],
 )
 def test_other_networks(
     pools: WorkerPools, model: ModelConfig, world_size: int, ranks: int, micro: int, optimizer: OptimizerConfig
@@ -167,20 +172,22 @@ FEED_FORWARD = replace(NO_MEMORY, num_layers=4, variant="transformer", feed_forw
 @pytest.mark.parametrize(
     ("model", "ranks", "recompute"),
     [
-        (DROPPED, 1, "none"),
-        (DROPPED, 1, "selective"),
         (DROPPED, 1, "full"),
         (replace(SMALL, num_layers=5, position_values="shared", persistent_memory_size=512), 2, "none"),
-        (replace(SMALL, num_layers=5, adaptive_span=False), 1, "selective"),
-        (replace(SMALL, num_layers=4, variant="head-split"), 1, "full"),
-        (FEED_FORWARD, 1, "none"),
-        (FEED_FORWARD, 1, "full"),
+        *rest(
+            (DROPPED, 1, "none"),
+            (DROPPED, 1, "selective"),
+            (replace(SMALL, num_layers=5, adaptive_span=False), 1, "selective"),
+            (replace(SMALL, num_layers=4, variant="head-split"), 1, "full"),
+            (FEED_FORWARD, 1, "none"),
+            (FEED_FORWARD, 1, "full"),
+        ),
     ],
     ids=[
-        "dropout",
-        "dropout selective",
         "dropout full",
         "shared",
+        "dropout",
+        "dropout selective",
         "fixed",
         "heads",
         "feed-forward",

@@ -36,8 +36,8 @@ BOUNDS = {
 
 
 def rest(*cases: Any) -> list[Any]:
-    """Those of a test's cases that `make test-layouts` runs, and `make test` does not."""
-    return [pytest.param(case, marks=pytest.mark.layouts) for case in cases]
+    """Those of a test's cases that `make test-layouts` runs, and `make test` does not. A tuple: several arguments."""
+    return [pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.layouts) for c in cases]
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_allattn.training.reference import CaseReport, verify_case
@@ -19,6 +20,7 @@ def _replay(rank: int, world_size: int, path: Path) -> CaseReport:
     return verify_case(case, groups_of(world_size, 1), torch.device("cpu"), torch.float32, kind=DeepSpeedEngine)
 
 
+@pytest.mark.layouts
 def test_last_fifty_losses_through_deepspeed(pools: WorkerPools, shared: Path) -> None:
     """Single steps of such a run are up to 2 % away even in the paper's own code; their mean is not."""
     report = pools(1).run(_replay, shared / CURVE, timeout=300)[0]

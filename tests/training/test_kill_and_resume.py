@@ -90,6 +90,7 @@ def check_resumed(output: str, step: int, dropped: int) -> None:
     assert (again in output) == (dropped > 0)
 
 
+@pytest.mark.faults
 def test_killed_run_goes_on_bitwise(data: Path, tmp_path: Path, template: Template) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()

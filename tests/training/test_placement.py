@@ -16,6 +16,7 @@ from megatron_allattn.parallel.logical import in_order
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, _reach, open_session
 from tests.support.commands import corpus, records
+from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
@@ -147,7 +148,7 @@ def _copy(step_folder: Path, run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"tensor_model_parallel_size": 2, "balance_heads": True}], ids=["dp4", "tp2-dp2, balanced"]
+    "parallel", [*rest({}), {"tensor_model_parallel_size": 2, "balance_heads": True}], ids=["dp4", "tp2-dp2, balanced"]
 )
 def test_it_resumes_at_another_layout(
     balanced: Any, data: Path, pools: WorkerPools, tmp_path: Path, parallel: dict[str, Any]
@@ -158,6 +159,7 @@ def test_it_resumes_at_another_layout(
     assert found == pytest.approx(losses[SAVED - BEGUN :], rel=1e-6)
 
 
+@pytest.mark.layouts
 def test_the_first_checkpoint_is_the_same_to_the_byte(data: Path, pools: WorkerPools, tmp_path: Path) -> None:
     """Heads that have learned nothing stay in their order, so that nothing differs yet."""
     for name, wanted in (("off", False), ("on", True)):
@@ -166,6 +168,7 @@ def test_the_first_checkpoint_is_the_same_to_the_byte(data: Path, pools: WorkerP
     assert tensors(tmp_path / "on", 1) == tensors(tmp_path / "off", 1)
 
 
+@pytest.mark.layouts
 def test_layers_are_cut_by_the_spans_of_the_checkpoint(
     data: Path, begun: Path, pools: WorkerPools, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from megatron_allattn.config import UsageError
 from megatron_allattn.parallel.groups import single_process_groups
 from megatron_allattn.training.reference import CaseReport, verify_case
 from megatron_allattn.training.reference_case import read_case
+from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.template import ROOT
 from tests.support.trajectories import groups_of
@@ -77,7 +78,7 @@ def test_one_process(name: str, backend: str) -> None:
     assert_reached(report, name)
 
 
-@pytest.mark.parametrize(("size", "backend"), [(2, "eager"), (2, "blocked"), (4, "blocked")])
+@pytest.mark.parametrize(("size", "backend"), [(2, "blocked"), *rest((2, "eager"), (4, "blocked"))])
 @pytest.mark.parametrize("name", REPLAYED)
 def test_tensor_parallel(pools: WorkerPools, name: str, size: int, backend: str) -> None:
     reports = pools(size).run(_replay, name, backend)
