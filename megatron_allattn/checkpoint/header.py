@@ -16,6 +16,7 @@ from typing import Any
 from megatron_allattn.config.errors import UsageError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMENSIONS = 64  # torch's own limit
 ITEM_BYTES = {
     name: num_bytes
     for num_bytes, names in (
@@ -79,23 +80,36 @@ def _read(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
         metadata = entries.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("its metadata are not texts")
-        ends = {name: int(entry["data_offsets"][1]) for name, entry in entries.items()}
-        tensors = [_tensor_info(name, entries[name]) for name in sorted(entries, key=lambda name: ends[name])]
+        tensors = _tensor_infos(entries)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{path}: the safetensors header is damaged ({error})") from error
-    expected = 8 + length + max(ends.values(), default=0)
+    expected = 8 + length + sum(tensor.num_bytes for tensor in tensors)
     if size != expected:
         raise UsageError(f"{path}: its header describes {expected:,} bytes, found {size:,}")
     return tensors, metadata
 
 
-def _tensor_info(name: str, entry: dict[str, Any]) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    info = TensorInfo(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - begin)
-    if info.num_bytes != prod(info.shape) * ITEM_BYTES[info.dtype]:
-        raise ValueError(f"tensor {name}: {info.dtype} of shape {info.shape} does not take {info.num_bytes} bytes")
-    return info
+def _tensor_infos(entries: dict[str, Any]) -> list[TensorInfo]:
+    """In the order of their values. Raises ValueError, KeyError or TypeError: they are not what a header says."""
+    ranges = {name: _naturals(name, entry["data_offsets"]) for name, entry in entries.items()}
+    infos, position = [], 0
+    for name in sorted(entries, key=lambda name: ranges[name]):
+        (begin, end), dtype, shape = ranges[name], entries[name]["dtype"], _naturals(name, entries[name]["shape"])
+        if begin != position:
+            raise ValueError(f"tensor {name}: begins at {begin}, the one before it ends at {position}")
+        if end - begin != prod(shape) * ITEM_BYTES[dtype]:
+            raise ValueError(f"tensor {name}: {dtype} of shape {shape} does not take {end - begin} bytes")
+        infos.append(TensorInfo(name, dtype, shape, end - begin))
+        position = end
+    return infos
+
+
+def _naturals(name: str, numbers: list[Any]) -> tuple[int, ...]:
+    """Checked before anything is computed with them: `*` of a list, or of many long numbers, takes all memory."""
+    if len(numbers) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"tensor {name}: sizes and offsets must be lists of whole numbers of at most 63 bits")
+    return tuple(numbers)

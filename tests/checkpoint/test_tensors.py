@@ -1,5 +1,6 @@
 """Tensors survive the files bit for bit; the safetensors library itself is the independent reader and writer."""
 
+import json
 import math
 import subprocess
 import sys
@@ -37,6 +38,11 @@ def _sample() -> dict[str, torch.Tensor]:
         "empty": torch.empty(0, 4),
         "näme/with.dots": torch.ones(2, 1, dtype=torch.int32).expand(2, 3),
     }
+
+
+def header_of(entries: dict[str, dict[str, object]]) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
 
 
 def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path: Path):
@@ -142,6 +148,22 @@ def test_an_unknown_tensor_is_named(tmp_path: Path):
         ((4).to_bytes(8, "little") + b"nope", r"header is damaged"),
         (pack_header([TensorInfo("a", "F32", (2,), 9)]) + b"123456789", r"F32 of shape \(2,\) does not take 9 bytes"),
         (pack_header([TensorInfo("a", "F32", (2,), 8)]) + b"1234", r"describes 72 bytes, found 68"),
+        *(
+            (header_of({"a": {"dtype": "U8", "shape": shape, "data_offsets": offsets}}) + bytes(6), reason)
+            for shape, offsets, reason in (
+                ([8691019, [None]], [0, 6], "must be lists of whole numbers"),
+                ([-2, -3], [0, 6], "must be lists of whole numbers"),
+                ([2, 3.0], [0, 6], "must be lists of whole numbers"),
+                ([True, 6], [0, 6], "must be lists of whole numbers"),
+                ([2**62] * 65, [0, 6], "must be lists of whole numbers"),
+                ([2, 3], ["0", "6"], "must be lists of whole numbers"),
+                ([2, 3], [6, 12], "begins at 6, the one before it ends at 0"),
+            )
+        ),
+        (
+            header_of({name: {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]} for name in "ab"}) + bytes(6),
+            "tensor b: begins at 0, the one before it ends at 6",
+        ),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str):
