@@ -42,6 +42,7 @@ from megatron_allattn.checkpoint.companion import check_companion, check_vocabul
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
+from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.config import (
     ModelConfig,
     OptimizerConfig,
@@ -58,6 +59,12 @@ from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer
 from megatron_allattn.hf import export
 from megatron_allattn.training.schedules import learning_rate
 
+NOT_KEPT = (
+    "note: the run's place in the data and its caches are not in it: who goes on from it begins the data anew, with "
+    "empty caches"
+)
+WEIGHTS_ALONE = "note: it has the weights alone: a run from it begins at step 0, with a new optimizer and schedule"
+
 
 class Given(NamedTuple):
     """The configuration from the command line, and which of its flags were given."""
@@ -73,7 +80,8 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     run = adaptive_span.configure(source, found, given.run, given.explicit)
     tokenizer = read_tokenizer(given.vocabulary, run.model, found.model.vocab_size)
     described = (tokenizer.to_json(), tokenizer.fingerprint)
-    state = converted_state(run, found.step, tokenizer.vocab_size, *described, found.source)
+    progress = Progress.at(found.step, run)
+    state = converted_state(run, progress, tokenizer.vocab_size, *described, found.source)
     write_run(output, run, found.step, state, Tensors.of(found.model.weights), Tensors.of(found.state))
     parameters = sum(weight.numel() for weight in found.model.weights.values())
     lines = [
@@ -116,19 +124,23 @@ def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> To
 
 def to_adaptive_span(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
     """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
-    run, state, step = saved.run, saved.state, saved.state["step"]
-    dropped_at = (state.get("plateau") or {}).get("dropped_at")
-    source = state.get("source") or {}
+    run, progress, step = saved.run, saved.progress, saved.state["step"]
+    dropped_at = (progress.plateau or {}).get("dropped_at")
+    source = saved.state.get("source") or {}
     content = adaptive_span.write(
         run,
-        step,
+        step - progress.skipped,
         learning_rate(run.optimizer, run.training.train_iters, step, dropped_at),
         saved.weights.read,
         saved.optimizer.read,
         source if source.get("format") == adaptive_span.FORMAT else None,
     )
     write_pickled(output, content)
-    lines = [f"{output}: step {step} of {saved.step_folder}"]
+    lines = [f"{output}: step {step} of {saved.step_folder}", NOT_KEPT]
+    if progress.skipped:
+        lines.append(
+            f"note: that code counts updates, it is at {step - progress.skipped}: {progress.skipped} are left out"
+        )
     if run.optimizer.optimizer == "adam" and run.optimizer.clip_grad:
         lines.append(f"note: the file does not say that gradients are clipped at {run.optimizer.clip_grad}")
     if run.model.adaptive_span and run.model.span_normalization != "window":
@@ -147,7 +159,7 @@ def from_safetensors(source: Path, output: Path, _: Given) -> str:
 def to_safetensors(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
     """A run's weights → one file; a line that says what it holds."""
     digest = single_file.write(saved, output)
-    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}, SHA-256 {digest}"
+    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}, SHA-256 {digest}\n{WEIGHTS_ALONE}"
 
 
 def from_shards(source: Path, output: Path, _: Given) -> str:
@@ -159,7 +171,8 @@ def from_shards(source: Path, output: Path, _: Given) -> str:
 def to_shards(saved: SavedRun, output: Path, parallel: ParallelConfig) -> str:
     """A run's checkpoint → shards of a grid; a line that says what it holds."""
     grid = shards.write(saved, output, parallel)
-    return f"{output}: step {saved.state['step']} of {saved.step_folder} for TP {grid.tensor} × PP {grid.pipeline}"
+    step = f"step {saved.state['step']} of {saved.step_folder}"
+    return f"{output}: {step} for TP {grid.tensor} × PP {grid.pipeline}\n{NOT_KEPT}"
 
 
 def from_universal(source: Path, output: Path, _: Given) -> str:
@@ -171,7 +184,7 @@ def from_universal(source: Path, output: Path, _: Given) -> str:
 def to_universal(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
     """A run's checkpoint → a universal one; a line that says what it holds."""
     name = universal.write(saved, output)
-    return f"{output}: {name}, of {saved.step_folder}"
+    return f"{output}: {name}, of {saved.step_folder}\n{NOT_KEPT}"
 
 
 def from_huggingface(source: Path, output: Path, given: Given) -> str:
@@ -183,7 +196,7 @@ def from_huggingface(source: Path, output: Path, given: Given) -> str:
 def to_huggingface(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
     """A run's weights → a folder for transformers; lines that say what it holds."""
     compared = export.write(saved, output)
-    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{compared}"
+    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{WEIGHTS_ALONE}\n{compared}"
 
 
 class Format(NamedTuple):

@@ -109,7 +109,7 @@ def parse_profile(source: str, name: str, text: str) -> SpanProfile:
     """A profile from the text of a file. Raises UsageError: it breaks the format."""
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise usage_error(FLAG, source, f"is not JSON ({error})", _FIX) from None
     if not isinstance(values, dict) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise usage_error(FLAG, source, f"is no object of format {FORMAT}, version {VERSION}", _FIX)

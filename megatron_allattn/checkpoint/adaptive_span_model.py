@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import ModelConfig, UsageError, usage_error
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network
@@ -156,9 +157,10 @@ def read_model(state: Any, source: Path) -> ModelState:
             raise usage_error("file", source, rule, _GIVE)
         if name.endswith(".span"):
             check_range(source, f"model key {key}", tensor, 1)
-        same = template if name == TEMPLATE else weights.setdefault(name, tensor)
-        if not torch.equal(tensor, same):
-            rule = f"model key {key} is not {'−L+1 … 0' if same is template else 'equal to its other copy'}"
+        of_template = name == TEMPLATE
+        same = torch.equal(tensor, template) if of_template else same_bits(tensor, weights.setdefault(name, tensor))
+        if not same:
+            rule = f"model key {key} is not {'−L+1 … 0' if of_template else 'equal to its other copy'}"
             raise usage_error("file", source, rule, _GIVE)
     return ModelState(shape, vocab_size, weights, list(state))
 
@@ -258,7 +260,7 @@ def _adaptive(tensors: dict[str, Tensor], hidden_size: int, sizes: list[tuple[in
     starts = [sum(rows for rows, _ in sizes[:k]) for k in range(1, len(sizes))]
     pairs = [(f"in_emb.emb_layers.{k}.weight", f"out_emb.out_layers.{k}.weight") for k in range(len(sizes))]
     pairs += [(f"in_emb.emb_projs.{k}", f"out_emb.out_projs.{k}") for k in range(len(sizes))]
-    equal = {b: torch.equal(tensors[a], tensors[b]) for a, b in pairs if a in tensors and b in tensors}
+    equal = {b: same_bits(tensors[a], tensors[b]) for a, b in pairs if a in tensors and b in tensors}
     tied = any(equal.values())
     if tied and not all(equal.values()):
         other = next(key for key, value in equal.items() if not value)

@@ -4,25 +4,18 @@ Either a list of tokens, in the order of their ids, or an object with the list u
 the configuration under `config`; docs/reference_cases.md has its keys. What it says must fit the checkpoint.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config import ModelConfig, usage_error
-from megatron_allattn.config.checks import check_regular
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json
 
 _FIX = "give the JSON file that belongs to the checkpoint"
 
 
 def read_companion(path: Path) -> dict[str, Any]:
     """The object in the file (of a list: with it under `vocabulary`). Raises UsageError: no such JSON file."""
-    check_regular("file", path, _FIX)
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise usage_error("file", path, f"cannot be read ({error.strerror})", _FIX) from None
-    except (ValueError, RecursionError) as error:
-        raise usage_error("file", path, f"is not JSON ({error})", _FIX) from None
+    content = read_json("file", path, _FIX, MAX_STATE_BYTES)  # a state.json is one
     if isinstance(content, list):
         return {"vocabulary": content}
     if not isinstance(content, dict):

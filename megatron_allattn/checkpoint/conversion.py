@@ -1,7 +1,8 @@
 """Run folders made of tensors from elsewhere, and their way back: what every converted format has in common.
 
 A converted checkpoint holds what one of ours does, with `"data": null` in its state.json: it has no place in our data,
-and no caches. Training goes on from it with its optimizer's state at its step.
+and no caches. Training goes on from it with its optimizer's state at its step; a format that keeps that state keeps the
+run's `Progress` too, so far as it can say it.
 """
 
 import platform
@@ -17,7 +18,8 @@ from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import made_whole, write_json_atomic
 from megatron_allattn.checkpoint.header import TensorInfo
-from megatron_allattn.checkpoint.save import read_config, read_state
+from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.save import MODEL_FIELDS, read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
 from megatron_allattn.config import RunConfig
 
@@ -46,25 +48,35 @@ class SavedRun:
     optimizer: TensorReader
     skipped: list[str]
 
+    @property
+    def progress(self) -> Progress:
+        """Where its training stands. Raises UsageError."""
+        return Progress.of(self.step_folder / "state.json", self.state, self.state["step"], self.run)
+
 
 def read_run(path: Path) -> SavedRun:
     """Open a run folder's newest step, or one step folder, whose every byte is right. Raises UsageError."""
     step_folder, skipped = folder.find(path)
-    state = read_state(step_folder)
+    state = read_state(step_folder, MODEL_FIELDS)
     run = read_config(step_folder, state)
     weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
     return SavedRun(step_folder, run, state, weights, optimizer, skipped)
 
 
 def converted_state(
-    run: RunConfig, step: int, vocab_size: int, tokenizer: dict[str, Any], fingerprint: str, source: dict[str, Any]
+    run: RunConfig,
+    progress: Progress,
+    vocab_size: int,
+    tokenizer: dict[str, Any],
+    fingerprint: str,
+    source: dict[str, Any],
 ) -> dict[str, Any]:
     """state.json of a converted checkpoint, but for its step.
 
     tokenizer, fingerprint: as JSON, and its SHA-256 · source: where it comes from, in its format's own terms.
     """
     return {
-        "tokens": step * run.training.global_batch_size * run.training.seq_length,
+        **progress.to_dict(),
         "config": run.to_dict(),
         "vocab_size": vocab_size,
         "tokenizer": tokenizer,

@@ -1,4 +1,4 @@
-"""What our own formats say of a model beside its tensors: enough to make a run folder of them again."""
+"""What our own formats say of a run beside its tensors: enough to make a run folder of them again."""
 
 import json
 from dataclasses import dataclass
@@ -6,27 +6,36 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_allattn.checkpoint.conversion import SavedRun
-from megatron_allattn.checkpoint.save import read_config
+from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.save import MODEL_FIELDS, check_fields, read_config
 from megatron_allattn.config import RunConfig, UsageError
 
-FORMAT, VERSION = "megatron-allattn-model", 1
+FORMAT, VERSION = "megatron-allattn-model", 2
 
 
 @dataclass(frozen=True)
 class Description:
-    """step: of the weights; run: as they were trained; tokenizer: as JSON, and its SHA-256."""
+    """step: of the weights; run: as they were trained; tokenizer: as JSON, and its SHA-256; progress: at that step."""
 
     step: int
     run: RunConfig
     vocab_size: int
     tokenizer: dict[str, Any]
     tokenizer_sha256: str
+    progress: Progress
 
     @classmethod
     def of(cls, saved: SavedRun) -> Self:
         """Of a run's step."""
-        state = saved.state
-        return cls(state["step"], saved.run, state["vocab_size"], state["tokenizer"], state["tokenizer_sha256"])
+        state, step = saved.state, saved.state["step"]
+        return cls(
+            step,
+            saved.run,
+            state["vocab_size"],
+            state["tokenizer"],
+            state["tokenizer_sha256"],
+            saved.progress,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -37,6 +46,7 @@ class Description:
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer,
             "tokenizer_sha256": self.tokenizer_sha256,
+            "progress": self.progress.to_dict(),
         }
 
     @classmethod
@@ -46,22 +56,26 @@ class Description:
             raise UsageError(
                 f"file {path}: has no description of format {FORMAT} {VERSION}; give one that was made here"
             )
-        kinds = {"step": int, "config": dict, "vocab_size": int, "tokenizer": dict, "tokenizer_sha256": str}
-        for name, kind in kinds.items():
-            if type(content.get(name)) is not kind:
-                rule = f"its description has {content.get(name)!r} for {name}, expected {kind.__name__}"
-                raise UsageError(f"file {path}: {rule}; give one that was made here")
-        run = read_config(path, content)
-        return cls(content["step"], run, content["vocab_size"], content["tokenizer"], content["tokenizer_sha256"])
+        check_fields(path, content, MODEL_FIELDS)
+        if not isinstance(content.get("progress"), dict):
+            raise UsageError(f"file {path}: its description has no object for progress; give one that was made here")
+        run, step = read_config(path, content), content["step"]
+        progress = Progress.of(path, content["progress"], step, run)
+        return cls(
+            step,
+            run,
+            content["vocab_size"],
+            content["tokenizer"],
+            content["tokenizer_sha256"],
+            progress,
+        )
 
     @classmethod
     def from_text(cls, path: Path, text: str | None) -> Self:
         """The same from JSON, None for a file that has none."""
         try:
-            return cls.from_dict(path, None if text is None else json.loads(text))
+            content = None if text is None else json.loads(text)
         except (ValueError, RecursionError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(
-                f"file {path}: its description is not JSON ({error}); give one that was made here"
-            ) from None
+            rule = f"its description is not JSON ({error})"
+            raise UsageError(f"file {path}: {rule}; give one that was made here") from None
+        return cls.from_dict(path, content)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.json_files import parse_json
 
 
 class StorageError(RuntimeError):
@@ -150,11 +151,20 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a torn last line (its writer was killed) is left out. No file: no records."""
+    """The records of a JSON-lines file; a torn last line (its writer was killed) is left out. No file: no records.
+
+    Raises UsageError naming a line that is no record.
+    """
     if not path.exists():
         return []
+    records, fix = [], "take the line out, or move the file away"
     *lines, _torn = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines]
+    for number, line in enumerate(lines, start=1):
+        record = parse_json("file", path, line, f"line {number}: {fix}")
+        if not isinstance(record, dict):
+            raise usage_error("file", path, f"line {number} holds no object", fix)
+        records.append(record)
+    return records
 
 
 def write_json_lines_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ One process of a run calls `begin`, `commit` and `abort`; others may write files
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -30,9 +29,11 @@ from megatron_allattn.checkpoint.files import (
     write_text_atomic,
 )
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.json_files import parse_json, read_bytes
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
 MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
+_OTHER = "name another step"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
@@ -302,7 +303,7 @@ def _why_unusable(folder: Path, check_bytes: bool) -> str | None:
         else:
             _check_sizes(folder, _read_manifest(folder))
     except UsageError as error:
-        return str(error).removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
+        return str(error).removeprefix("file ").removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
     return None
 
 
@@ -313,14 +314,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     for name, why in ((MARKER, "its save did not end"), (MANIFEST, "it is not a whole checkpoint")):
         if not (folder / name).is_file():
             raise UsageError(f"{folder}: expected a file {name}, found none ({why})")
-    content = (folder / MANIFEST).read_bytes()
-    expected, found = (folder / MARKER).read_text(errors="replace").strip(), hashlib.sha256(content).hexdigest()
+    content = read_bytes("file", folder / MANIFEST, _OTHER)
+    marker = read_bytes("file", folder / MARKER, _OTHER, limit=1000)
+    expected, found = marker.decode(errors="replace").strip(), hashlib.sha256(content).hexdigest()
     if expected != found:
         raise UsageError(f"{folder / MANIFEST}: damaged: expected SHA-256 {expected} (from {MARKER}), found {found}")
-    try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{folder / MANIFEST}: expected JSON, found: {error}") from error
+    manifest = parse_json("file", folder / MANIFEST, content, _OTHER)
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         found = (
             f"{manifest.get('format')} version {manifest.get('version')}" if isinstance(manifest, dict) else "no object"

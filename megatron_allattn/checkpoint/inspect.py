@@ -9,6 +9,7 @@ from megatron_allattn.checkpoint.compare import differences, not_finite, places,
 from megatron_allattn.checkpoint.folder import FOLDER, Damaged, find_latest, run_around, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 
 STATE = "state.json"
 
@@ -112,15 +113,9 @@ def difference(one: Inspection, other: Inspection) -> list[str]:
 
 def _read_state(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        state = json.loads((folder / STATE).read_bytes())
-    except OSError as error:
-        problems.append(f"{folder / STATE}: cannot be read: {error.strerror}")
-    except ValueError as error:
-        problems.append(f"{folder / STATE}: expected JSON, found: {error}")
-    else:
-        if isinstance(state, dict):
-            return state
-        problems.append(f"{folder / STATE}: expected a JSON object, found {type(state).__name__}")
+        return read_json_object("file", folder / STATE, "look at an older step", MAX_STATE_BYTES)
+    except UsageError as error:
+        problems.append(str(error).removeprefix("file "))
     return {}
 
 

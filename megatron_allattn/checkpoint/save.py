@@ -9,7 +9,6 @@ All of it is independent of the layout. All ranks write (assembly.py), the world
 reads what it needs.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,29 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.assembly import plan, write
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorReader
-from megatron_allattn.config import ModelConfig, RunConfig, UsageError
+from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 from megatron_allattn.engine.fragments import Fragment, Join
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import logical_tensors
 from megatron_allattn.parallel.collectives import agree, broadcast_object, gather_objects
 from megatron_allattn.parallel.groups import Group
+
+MODEL_FIELDS = ("step", "config", "vocab_size", "tokenizer", "tokenizer_sha256")
+RUN_FIELDS = (*MODEL_FIELDS, "data_sha256", "data", "cached_length")
+LARGEST_COUNT = 2**63 - 1
+GIVE_OURS = "give one that was made here"
+_OTHER = "load another checkpoint"
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "config": (dict,),
+    "vocab_size": (int,),
+    "tokenizer": (dict,),
+    "tokenizer_sha256": (str,),
+    "data_sha256": (str, type(None)),
+    "data": (dict, type(None)),
+    "cached_length": (int,),
+}
 
 
 def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> None:
@@ -61,16 +77,29 @@ def _commit(temporary: Path, step: int, state: dict[str, Any], hashes: dict[str,
     folder.commit(temporary, step, replace=True, hashes=hashes)
 
 
-def read_state(step_folder: Path) -> dict[str, Any]:
-    """state.json of a verified step folder. Raises UsageError when it is not what `save` writes."""
+def read_state(step_folder: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """state.json of a verified step folder. needed: fields that must be there beside the step.
+
+    Raises UsageError when it is not what `save` writes.
+    """
     path = step_folder / "state.json"
-    try:
-        state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); load another checkpoint") from error
-    if not isinstance(state, dict) or "step" not in state:
-        raise UsageError(f"{path}: expected an object with a step; load another checkpoint")
+    state = read_json_object("file", path, _OTHER, MAX_STATE_BYTES)
+    check_fields(path, state, ("step", *needed), _OTHER)
     return state
+
+
+def check_fields(path: Path, content: dict[str, Any], needed: Sequence[str], fix: str = GIVE_OURS) -> None:
+    """UsageError naming a field of a state that is missing, or of another type than it has here."""
+    for name, kinds in _KINDS.items():
+        value = content.get(name)
+        if name not in content and name not in needed:
+            continue
+        small = type(value) is not int or (name == "vocab_size") <= value <= LARGEST_COUNT
+        if type(value) not in kinds or not small:
+            shown = repr(value) if name in content else "nothing"
+            expected = " or ".join(kind.__name__ for kind in kinds).replace("NoneType", "None")
+            expected += f" from {int(name == 'vocab_size')} on" if type(value) is int else ""
+            raise usage_error("file", path, f"has {shown[:60]} for {name}, expected {expected}", fix)
 
 
 def read_config(step_folder: Path, state: dict[str, Any]) -> RunConfig:

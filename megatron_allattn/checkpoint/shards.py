@@ -9,7 +9,6 @@ A cut dimension that the grid does not divide (a vocabulary) is padded with zero
 several ranks must be the same on all of them to be read.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -22,8 +21,10 @@ from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo
-from megatron_allattn.checkpoint.tensors import TensorReader, write_tensors
+from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 from megatron_allattn.config.rules import check_shards
 from megatron_allattn.model.network import logical_tensors
 from megatron_allattn.model.partition import first_reach, stage_parts
@@ -127,14 +128,7 @@ class _Shards:
 
     def __init__(self, folder: Path) -> None:
         self._folder, path = folder, folder / LAYOUT
-        try:
-            content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise usage_error("file", path, f"cannot be read ({error.strerror})", _GIVE) from None
-        except (ValueError, RecursionError) as error:
-            raise usage_error("file", path, f"is not JSON ({error})", _GIVE) from None
-        if not isinstance(content, dict):
-            raise usage_error("file", path, "holds no object", _GIVE)
+        content = read_json_object("file", path, _GIVE, MAX_STATE_BYTES)
         self.description = Description.from_dict(path, content.get("description"))
         self.logical = {
             one.name: one for one in logical_tensors(self.description.run.model, self.description.vocab_size)
@@ -197,7 +191,7 @@ class _Shards:
         )
         same = [*others, *([[one] for one in first[1:]] if logical.shard_dim is None else [])]
         for copy in same:
-            if not all(one.equal(other) for one, other in zip(first, copy, strict=False)):
+            if not all(same_bits(one, other) for one, other in zip(first, copy, strict=False)):
                 raise UsageError(f"{self._folder}: tensor {name} is not the same on all ranks that hold it; {_GIVE}")
         return logical.join(first).contiguous()
 
@@ -220,11 +214,12 @@ def read(source: Path, output: Path) -> Description:
     """Make the run folder `output` of such a folder. Raises UsageError, StorageError."""
     shards = _Shards(source)
     found, states = shards.description, shards.states
-    step = found.step if states else 0
+    step, progress = (found.step, found.progress) if states else (0, Progress())
     weights = Tensors([shards.info(name) for name in shards.logical], shards.weight)
     optimizer = Tensors([shards.info(*name.rsplit("/", 1)) for name in states], shards.state)
     tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    state = converted_state(found.run, step, found.vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    source_of = {"format": FORMAT, "step": found.step}
+    state = converted_state(found.run, progress, found.vocab_size, *tokenizer, source_of)
     write_run(output, found.run, step, state, weights, optimizer)
     return found
 
@@ -239,5 +234,5 @@ def _compare(saved: SavedRun, shards: _Shards) -> None:
         if sorted(names) != sorted(original.names):
             raise UsageError(f"{len(names)} tensors were written, {len(original.names)} are there; nothing is kept")
         for name in names:
-            if not joined(name).equal(original.read(name)):
+            if not same_bits(joined(name), original.read(name)):
                 raise UsageError(f"tensor {name}: is not what was written; look at the disk, nothing is kept")

@@ -8,14 +8,13 @@ begins at step 0.
 import json
 from pathlib import Path
 
-import torch
-
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole
 from megatron_allattn.checkpoint.header import read_metadata
+from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import check_weights
-from megatron_allattn.checkpoint.tensors import TensorReader, write_tensors
+from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
 from megatron_allattn.config import UsageError
 
 FORMAT = "safetensors"
@@ -38,7 +37,8 @@ def read(source: Path, output: Path) -> Description:
     found = Description.from_text(source, read_metadata(source).get(KEY))
     check_weights(source, weights, found.run.model, found.vocab_size)
     tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    state = converted_state(found.run, 0, found.vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    source_of = {"format": FORMAT, "step": found.step}
+    state = converted_state(found.run, Progress(), found.vocab_size, *tokenizer, source_of)
     write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
 
@@ -48,6 +48,5 @@ def check_copy(original: TensorReader, copy: TensorReader) -> None:
     if (missing := sorted(original.infos.keys() ^ copy.infos.keys())) != []:
         raise UsageError(f"tensor {missing[0]}: is in one of original and copy alone; the copy is not kept")
     for name in original.names:
-        one, other = original.read(name), copy.read(name)
-        if one.dtype != other.dtype or not one.view(-1).view(torch.uint8).equal(other.view(-1).view(torch.uint8)):
+        if not same_bits(original.read(name), copy.read(name)):
             raise UsageError(f"tensor {name}: is not what was written; look at the disk, the copy is not kept")

@@ -81,6 +81,16 @@ def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on the CPU have the same type, shape and bytes: -0.0 is not 0.0, and a NaN is itself."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and bool(_bytes(one).equal(_bytes(other)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def write_tensors(
     path: Path, infos: list[TensorInfo], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:

@@ -12,7 +12,7 @@ PARAMETER is the name in `Network.named_parameters()`. Adam's state only: DeepSp
 pickles; they are read as pickled.py says, without running what is in them.
 """
 
-import json
+import re
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,9 @@ from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic, write_text_atomic
 from megatron_allattn.checkpoint.pickled import dump, read_pickled
-from megatron_allattn.checkpoint.tensors import info_of
+from megatron_allattn.checkpoint.tensors import info_of, same_bits
 from megatron_allattn.config import ModelConfig, UsageError, usage_error
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_bytes, read_json
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.parameter_groups import parameter_groups
@@ -49,7 +50,7 @@ def write(saved: SavedRun, output: Path) -> str:
         rule = "has no optimizer state, which a universal checkpoint is made of"
         raise usage_error("--load", saved.step_folder, rule, "convert to safetensors")
     network = _network(saved.run.model, saved.state["vocab_size"])
-    updates = step - saved.state.get("skipped", 0)
+    updates = step - saved.progress.skipped
     name = f"global_step{step}_universal"
     with made_whole(output) as temporary:
         zero = temporary / name / "zero"
@@ -107,7 +108,7 @@ def _compare(saved: SavedRun, zero: Path, network: Network) -> None:
     """Read back what was written. Raises UsageError, which names the first tensor that is not the same."""
     for parameter, logical in _parameters(network):
         for state in (None, *STATES):
-            if not _read(zero / parameter, logical, state).equal(_tensor(saved, logical, state)):
+            if not same_bits(_read(zero / parameter, logical, state), _tensor(saved, logical, state)):
                 raise UsageError(f"{parameter} {state or 'fp32'}: is not what was written; nothing is kept")
 
 
@@ -126,14 +127,7 @@ def read(source: Path, output: Path) -> Description:
     """Make the run folder `output` of the newest step of such a folder. Raises UsageError, StorageError."""
     step_folder = source / _latest(source)
     path = step_folder / DESCRIPTION
-    try:
-        found = Description.from_dict(path, json.loads(path.read_bytes()))
-    except OSError as error:
-        raise usage_error("file", path, f"cannot be read ({error.strerror})", _GIVE) from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise usage_error("file", path, f"is not JSON ({error})", _GIVE) from None
+    found = Description.from_dict(path, read_json("file", path, _GIVE, MAX_STATE_BYTES))
     zero = step_folder / "zero"
     own: dict[str, tuple[Path, LogicalTensor, str | None]] = {}
     for parameter, logical in _parameters(_network(found.run.model, found.vocab_size)):
@@ -145,8 +139,11 @@ def read(source: Path, output: Path) -> Description:
         return Tensors(infos, lambda name: _read(*own[name]))
 
     tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    state = converted_state(found.run, found.step, found.vocab_size, *tokenizer, {"format": FORMAT})
-    state["skipped"] = found.step - _updates(next(iter(own.values()))[0])
+    expected, updates = found.step - found.progress.skipped, _updates(folder := next(iter(own.values()))[0])
+    if updates != expected:
+        rule = f"has {updates} updates, its description {expected} at step {found.step}"
+        raise usage_error("file", folder / "step.pt", rule, _GIVE)
+    state = converted_state(found.run, found.progress, found.vocab_size, *tokenizer, {"format": FORMAT})
     weights = tensors([name for name, (*_, kind) in own.items() if kind is None])
     optimizer = tensors([name for name, (*_, kind) in own.items() if kind is not None])
     write_run(output, found.run, found.step, state, weights, optimizer)
@@ -154,11 +151,8 @@ def read(source: Path, output: Path) -> Description:
 
 
 def _latest(source: Path) -> str:
-    try:
-        name = (source / LATEST).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise usage_error("file", source / LATEST, f"cannot be read ({error})", _GIVE) from None
-    if name != Path(name).name or not name:
+    name = read_bytes("file", source / LATEST, _GIVE, limit=1000).decode(errors="replace").strip()
+    if not re.fullmatch(r"global_step\d+_universal", name, re.ASCII):
         raise usage_error("file", source / LATEST, f"names {name!r}, not a folder beside it", _GIVE)
     return name
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.json_files import MAX_TOKENIZER_BYTES, parse_json, read_bytes
 from megatron_allattn.data.splits import SPLITS
 from megatron_allattn.data.tokenizers import Tokenizer, tokenizer_from_json
 
@@ -150,11 +151,10 @@ def read_manifest(prefix: Path) -> Manifest | None:
     path = manifest_path(prefix)
     if not path.is_file():
         return None
+    text = read_bytes("manifest", path, "check its permissions, or prepare the data again", MAX_TOKENIZER_BYTES)
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise usage_error("manifest", path, f"cannot be read ({error.strerror})", "check its permissions") from None
-    except ValueError:
+        content = parse_json("manifest", path, text, "prepare the data again")
+    except UsageError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None

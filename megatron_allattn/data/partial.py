@@ -55,7 +55,7 @@ class Part:
         """What the bytes are of; None if there are none, or none of use."""
         try:
             return Origin(**json.loads(self._notes.read_bytes())) if self.size else None
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     @property

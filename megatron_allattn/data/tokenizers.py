@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.json_files import MAX_TOKENIZER_BYTES, read_bytes
 from megatron_allattn.data.characters import ByteLearner, ByteTokenizer, CharLearner, CharTokenizer, NullTokenizer
 from megatron_allattn.data.interface import NEWLINES, Learner, Newline, Tokenizer
 from megatron_allattn.data.subwords import SentencePieceTokenizer, SubwordLearner
@@ -72,14 +72,10 @@ def tokenizer_from_file(path: Path, newline: Newline = "symbol") -> Tokenizer:
     `newline` is the rule for a SentencePiece FILE.model; JSON says it itself.
     """
     fix = "give a tokenizer's JSON, the P.json of prepared data or a SentencePiece model"
-    check_regular("--tokenizer-model", path, fix)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise usage_error("--tokenizer-model", path, f"cannot be read ({error.strerror})", fix) from None
+    content = read_bytes("--tokenizer-model", path, fix, MAX_TOKENIZER_BYTES)
     try:
         description = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if content[:1] == b"\n":  # a protocol buffer whose first field is a list, as SentencePiece's models are
             return SentencePieceTokenizer(content, newline, str(path))
         raise usage_error("--tokenizer-model", path, f"is not JSON ({error}) and no model", fix) from None

@@ -9,7 +9,6 @@ OUT/megatron_allattn.json                        the `Description`; without it (
 AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
 """
 
-import json
 import shutil
 from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +21,12 @@ from torch import Tensor
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, sync_file, write_json_atomic
+from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import check_weights
 from megatron_allattn.checkpoint.single_file import check_copy
 from megatron_allattn.checkpoint.tensors import TensorReader, cut, write_tensors
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
+from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 from megatron_allattn.data.tokenizers import NullTokenizer
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.kernels.fused import FusedOps
@@ -103,15 +104,7 @@ def _reader(folder: Path) -> TensorReader:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise usage_error("file", path, f"cannot be read ({error.strerror})", _GIVE) from None
-    except (ValueError, RecursionError) as error:
-        raise usage_error("file", path, f"is not JSON ({error})", _GIVE) from None
-    if not isinstance(content, dict):
-        raise usage_error("file", path, "holds no object", _GIVE)
-    return content
+    return read_json_object("file", path, _GIVE, MAX_STATE_BYTES)
 
 
 def _compare_logits(saved: SavedRun, folder: Path) -> str:
@@ -161,14 +154,14 @@ def read(source: Path, output: Path, given: RunConfig) -> Description:
     if type(vocab_size) is not int or vocab_size < 1:
         raise usage_error("file", source / "config.json", f"has vocab_size {vocab_size!r}", _GIVE)
     null = NullTokenizer(vocab_size)
-    found = Description(0, replace(given, model=model), vocab_size, null.to_json(), null.fingerprint)
+    found = Description(0, replace(given, model=model), vocab_size, null.to_json(), null.fingerprint, Progress())
     if (source / DESCRIPTION).is_file():
         told = Description.from_dict(source / DESCRIPTION, _json(source / DESCRIPTION))
         if (replace(told.run.model, span_loss=model.span_loss), told.vocab_size) == (model, vocab_size):
             found = told
     check_weights(source, weights, model, vocab_size)
     tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    state = converted_state(found.run, 0, vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    state = converted_state(found.run, Progress(), vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
     write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
 

@@ -51,7 +51,7 @@ def load_model(path: Path, groups: Groups, device: torch.device, dtype: torch.dt
 
     found = agreed(lambda: folder.find(path) if groups.rank == 0 else None)
     step_folder, notes = broadcast_object(found, groups.world)
-    state = agreed(lambda: save.read_state(step_folder))
+    state = agreed(lambda: save.read_state(step_folder, save.MODEL_FIELDS))
     run = agreed(lambda: _configuration(step_folder, state, groups))
     network = agreed(lambda: _network(step_folder, state, run, groups, device, dtype))
     return LoadedModel(network, run, state, step_folder, notes)

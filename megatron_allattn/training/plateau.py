@@ -44,7 +44,9 @@ class Plateau:
 
     def last_step(self, config: OptimizerConfig, train_iters: int) -> int:
         """The step after which the run ends, as far as is known now; --train-iters is never exceeded."""
-        return train_iters if self.dropped_at is None else min(train_iters, self.dropped_at + config.plateau_iters)
+        if config.lr_decay_style != "plateau" or self.dropped_at is None:  # another style than it was saved with
+            return train_iters
+        return min(train_iters, self.dropped_at + config.plateau_iters)
 
     def why_dropped(self, config: OptimizerConfig) -> str:
         """The reason for the decay that `dropped_at` speaks of, in words."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
@@ -76,7 +77,8 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
 
     Raises UsageError listing both values of everything that differs.
     """
-    state = save.read_state(step_folder)
+    state = save.read_state(step_folder, save.RUN_FIELDS)
+    Progress.of(step_folder / "state.json", state, state["step"], run)
     then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
     fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED_WITH_PLATEAU if style == "plateau" else _FIXED

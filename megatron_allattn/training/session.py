@@ -17,6 +17,7 @@ import torch
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
@@ -157,11 +158,13 @@ class Session:
     def resume(self, step_folder: Path) -> None:
         """Go on from a checkpoint that `check_resume` has accepted. Collective."""
         state = save.read_state(step_folder)
-        self.step, self.tokens = state["step"], state["tokens"]
-        self.judged = state.get("judged", self.step)
-        self.engine.skipped = state.get("skipped", 0)
-        self.guard = Guard(self.run.training.max_nonfinite_steps, state.get("recent_losses", ()))
-        self.plateau = Plateau(**(state.get("plateau") or {}))
+        progress = Progress.of(step_folder / "state.json", state, state["step"], self.run)
+        self.step, self.tokens, self.judged = state["step"], progress.tokens, progress.judged
+        self.engine.skipped = progress.skipped
+        self.guard = Guard(self.run.training.max_nonfinite_steps, progress.recent_losses)
+        self.plateau = Plateau(**(progress.plateau or {}))
+        if self.engine.loss_scale is not None and progress.loss_scale is not None:
+            self.engine.loss_scale.load(progress.loss_scale)
         self.notes.append(f"resumed from {step_folder}")
         if self.run.checkpoint.goes_on:
             self.saved = self.step
@@ -173,8 +176,6 @@ class Session:
             save.load(step_folder, self.engine, None)
             return
         agree(lambda: self.streams.load_state(state["data"]), self.engine.groups.world, exit_code)
-        if self.engine.loss_scale is not None and state.get("loss_scale") is not None:
-            self.engine.loss_scale.load(state["loss_scale"])
         save.load(step_folder, self.engine, state["cached_length"])
 
 

@@ -5,12 +5,15 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.conversion import Tensors, converted_state, read_run, write_run
+from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import RunConfig, UsageError
 from tests.support.forked import kill_before_call, run_forked
 
@@ -20,7 +23,8 @@ STATES = {"a/sum": torch.full((2, 3), 2.0)}
 
 def _write(output: Path) -> None:
     run = RunConfig()
-    state = converted_state(run, 5, 7, {"type": "null", "vocab_size": 7}, "f" * 64, {"format": "other"})
+    tokenizer = {"type": "null", "vocab_size": 7}
+    state = converted_state(run, Progress.at(5, run), 7, tokenizer, "f" * 64, {"format": "other"})
     write_run(output, run, 5, state, Tensors.of(WEIGHTS), Tensors.of(STATES))
 
 
@@ -94,10 +98,50 @@ def test_killed_at_any_point_there_is_no_run_or_a_whole_one(tmp_path: Path) -> N
 
 def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
     run = RunConfig()
-    state = converted_state(run, 5, 7, {}, "", {})
+    state = converted_state(run, Progress.at(5, run), 7, {}, "", {})
     state["config"] = {**state["config"], "engine": {}}
     write_run(tmp_path / "run", run, 5, state, Tensors.of(WEIGHTS), Tensors.of({}))
     with pytest.raises(
         UsageError, match=r"state.json: configuration engine: unknown key; .*; load a checkpoint of this"
     ):
         read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": -1},
+        {"judged": 6},
+        {"skipped": 6},
+        {"skipped": True},
+        {"recent_losses": [None]},
+        {"plateau": {"dropped_at": 6}},
+        {"plateau": {"colour": 1}},
+        {"plateau": []},
+        {"loss_scale": {"cur_scale": 1.0}},
+    ],
+)
+def test_progress_that_no_run_has_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(
+        UsageError, match=rf"state.json: {name} is .*, which no run at step 5 has; give one that was made"
+    ):
+        Progress.of(tmp_path / "state.json", change, 5, RunConfig())
+
+
+def test_progress_is_what_a_state_says(tmp_path: Path) -> None:
+    training = RunConfig().training
+    early = Progress.of(tmp_path, {"config": {}}, 5, RunConfig())
+    assert early == Progress(tokens=5 * training.global_batch_size * training.seq_length, judged=5)
+    plateau = {"best": 2.5, "count": 1, "dropped_at": 4}
+    full = Progress(tokens=7, judged=4, skipped=2, recent_losses=(1.5, 2), plateau=plateau)
+    assert Progress.of(tmp_path, json.loads(json.dumps(full.to_dict())), 5, RunConfig()) == full
+
+
+def test_the_same_bits() -> None:
+    """-0.0 is another value than 0.0, a NaN the same as itself."""
+    zeros, empty = torch.zeros(2, 3), torch.zeros(2, 0)
+    assert same_bits(zeros, zeros.clone()) and same_bits(zeros.T, torch.zeros(3, 2)) and same_bits(empty, empty.clone())
+    assert same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
+    assert not same_bits(zeros, -zeros)
+    assert not same_bits(zeros, zeros.T) and not same_bits(zeros, zeros.double()) and not same_bits(zeros, zeros.int())

@@ -40,7 +40,11 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
         ("nonsense", "its description is not JSON"),
         (json.dumps(told | {"vocab_size": 18}), r"tensor embedding.weight has shape \(17, 32\), the model wants \(18"),
         (json.dumps(told | {"config": {"engine": {}}}), "unknown key"),
-        (json.dumps(told | {"step": "5"}), "its description has '5' for step, expected int"),
+        (json.dumps(told | {"step": -1}), "has -1 for step, expected int from 0 on"),
+        (json.dumps(told | {"vocab_size": 0}), "has 0 for vocab_size, expected int from 1 on"),
+        (json.dumps(told | {"progress": None}), "its description has no object for progress"),
+        (json.dumps(told | {"progress": {"skipped": 3}}), "skipped is 3, which no run at step 2 has"),
+        (json.dumps(told | {"step": "5"}), "has '5' for step, expected int"),
     ):
         texts = {} if change is None else {"megatron_allattn": change}
         safetensors.torch.save_file(tensors, tmp_path / "b.safetensors", metadata=texts)

@@ -26,6 +26,27 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert same_weights(saved, back) and same_state(saved, back)
 
 
+def test_another_number_of_updates_is_refused(tmp_path: Path) -> None:
+    saved = saved_run(tmp_path / "run", MODELS["all-attn"])
+    universal.write(saved, tmp_path / "out")
+    zero = tmp_path / "out/global_step2_universal/zero"
+    assert torch.load(zero / "embedding.weight/step.pt") == 1  # of two steps one was left out
+    for path in zero.glob("*/step.pt"):
+        path.unlink()
+        torch.save(2, path)
+    with pytest.raises(UsageError, match=r"step.pt: has 2 updates, its description 1 at step 2; give a folder"):
+        universal.read(tmp_path / "out", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../out", "/etc", "global_step2_universal/..", "x" * 2000])
+def test_latest_names_a_folder_of_a_step(tmp_path: Path, name: str) -> None:
+    (tmp_path / "latest_universal").write_text(name)
+    with pytest.raises(
+        UsageError, match=r"latest_universal: (names .*, not a folder beside it|has more than 1,000 by)"
+    ):
+        universal.read(tmp_path, tmp_path / "back")
+
+
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = saved_run(tmp_path / "run", MODELS["all-attn"], "adagrad")
     with pytest.raises(UsageError, match=r"^--optimizer adagrad: DeepSpeed's universal checkpoints hold Adam's state"):

@@ -19,6 +19,7 @@ from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_allattn.data.indexed import IndexedWriter
+from megatron_allattn.data.tokenizers import NullTokenizer
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.inference.model import load_model
 from megatron_allattn.inference.scoring import score
@@ -152,7 +153,9 @@ def test_a_checkpoint_of_our_own_to_the_papers_code_and_back(
     for step in (1, 2):
         block = tokens[:, 12 * (step - 1) : 12 * step + 1]
         engine.train_step(block[:, :-1], block[:, 1:], step, 1e-3 * step / 10, engine.spans())
+    null = NullTokenizer(17)
     state = {"config": run.to_dict(), "vocab_size": 17, "tokens": 72}
+    state |= {"tokenizer": null.to_json(), "tokenizer_sha256": null.fingerprint}
     save.save(tmp_path / "ours", 2, engine, state)
     assert tool(*TO, "--load", tmp_path / "ours", "--output", tmp_path / "a.pt")[0] == 0
     exported = loaded(tmp_path / "a.pt")

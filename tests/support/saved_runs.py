@@ -8,6 +8,7 @@ import torch
 
 from megatron_allattn.checkpoint import save
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
+from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_allattn.data.tokenizers import NullTokenizer
 from megatron_allattn.engine.plain import PlainEngine
@@ -46,9 +47,10 @@ MODELS = {
 def saved_run(
     folder: Path, model: ModelConfig, optimizer: str = "adam", steps: int = 2, vocab_size: int = VOCABULARY
 ) -> SavedRun:
-    """A run folder with one checkpoint, whose spans differ."""
+    """A run folder with one checkpoint, whose spans differ. Its last update was left out, its rate has dropped."""
     training = TrainingConfig(seq_length=12, global_batch_size=3)
-    run = RunConfig(model=model, optimizer=OptimizerConfig(optimizer=optimizer, clip_grad=0.5), training=training)
+    settings = OptimizerConfig(optimizer=optimizer, clip_grad=0.5, lr_decay_style="plateau")
+    run = RunConfig(model=model, optimizer=settings, training=training)
     groups = single_process_groups()
     network = Network(model, vocab_size, groups.tensor, FusedOps("torch"))
     initialize(network, 5)
@@ -64,11 +66,15 @@ def saved_run(
     state = {
         "config": run.to_dict(),
         "vocab_size": vocab_size,
-        "tokens": 36 * steps,
+        "tokens": 36 * steps + 12,  # once the batch was larger
         "tokenizer": null.to_json(),
         "tokenizer_sha256": null.fingerprint,
         "data": None,
-        "skipped": 0,
+        "judged": steps - 1,
+        "skipped": 1,
+        "recent_losses": [3.0, 1 / 3],
+        "plateau": {"best": 2.75, "count": 2, "dropped_at": steps - 1},
+        "loss_scale": {"cur_scale": 512.0, "cur_iter": 2, "last_overflow_iter": 1, "cur_hysteresis": 1},
     }
     save.save(folder, steps, engine, state)
     return read_run(folder)
@@ -76,13 +82,13 @@ def saved_run(
 
 def same_weights(one: SavedRun, other: SavedRun) -> bool:
     """Whether they have the same weights, to the bit, and the same model."""
-    pairs = [(one.weights.read(name), other.weights.read(name)) for name in one.weights.names]
-    same = all(a.dtype == b.dtype and a.equal(b) for a, b in pairs)
+    same = all(same_bits(one.weights.read(name), other.weights.read(name)) for name in one.weights.names)
     return same and sorted(one.weights.names) == sorted(other.weights.names) and one.run.model == other.run.model
 
 
 def same_state(one: SavedRun, other: SavedRun) -> bool:
-    """Whether they have the same optimizer state, to the bit, at the same step."""
-    pairs = [(one.optimizer.read(name), other.optimizer.read(name)) for name in one.optimizer.names]
-    same = all(a.equal(b) for a, b in pairs) and sorted(one.optimizer.names) == sorted(other.optimizer.names)
-    return bool(pairs) and same and one.state["step"] == other.state["step"]
+    """Whether they have the same optimizer state, to the bit, at the same step of training."""
+    names = one.optimizer.names
+    same = all(same_bits(one.optimizer.read(name), other.optimizer.read(name)) for name in names)
+    same_place = (one.state["step"], one.progress) == (other.state["step"], other.progress)
+    return bool(names) and same and sorted(names) == sorted(other.optimizer.names) and same_place

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint import folder, shards
+from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.save import read_config
-from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.config import ParallelConfig, RunConfig, UsageError
 from megatron_allattn.config.run import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron_allattn.data.dataset import open_dataset
 from megatron_allattn.data.streams import TokenStreams
@@ -255,7 +256,7 @@ def converted(source: RunConfig, target: Path, *, without: tuple[str, ...] = ("c
     for path in last.glob("*.safetensors"):
         if not path.name.startswith(without):
             shutil.copy(path, temporary)
-    foreign = {"data": None, "data_sha256": None, "cached_length": 0, "plateau": None}
+    foreign = {"data": None, "data_sha256": None, "cached_length": 0, "plateau": None, "judged": step}
     (temporary / "state.json").write_text(json.dumps(original | foreign | state))
     return folder.commit(temporary, step)
 
@@ -313,3 +314,18 @@ def test_converted_weights_alone_begin_at_step_0(alone: RunConfig, tmp_path: Pat
     session = start(going_on(alone, tmp_path / "foreign", tmp_path / "new"))
     assert session.step == 0
     assert not any(tensor.any() for _, tensor in session.engine.optimizer_state())
+
+
+def test_a_run_goes_on_from_shards_where_it_was(alone: RunConfig, tmp_path: Path) -> None:
+    """After its plateau: at a tenth of the rate, to the same last step, with as many updates and the same tokens."""
+    step_folder = alone.checkpoint.save / "checkpoints/step_00000018"
+    saved = read_run(step_folder)
+    left_out = replace(saved, state=saved.state | {"skipped": 3})
+    shards.write(left_out, tmp_path / "out", ParallelConfig(tensor_model_parallel_size=2))
+    shards.read(tmp_path / "out", tmp_path / "back")
+    session = start(going_on(alone, tmp_path / "back", tmp_path / "new"))
+    assert (session.step, session.tokens, session.engine.skipped) == (18, 18 * 4 * 64, 3)
+    assert (session.plateau.dropped_at, session.last_step) == (12, 22)
+    assert list(session.guard.losses) == saved.state["recent_losses"] and session.guard.losses
+    constant = replace(alone.optimizer, lr_decay_style="constant")  # a plateau is none of its affair
+    assert start(going_on(alone, tmp_path / "back", tmp_path / "new", optimizer=constant)).last_step == 40
