@@ -33,7 +33,7 @@ def test_there_and_back_at_every_grid(tmp_path: Path, name: str) -> None:
         assert sorted(path.name for path in out.iterdir()) == ["layout.json", *folders]
         shards.read(out, tmp_path / "back")
         back = read_run(tmp_path / "back")
-        assert same_weights(saved, back) and same_state(saved, back)
+        assert same_weights(saved, back) and same_state(saved, back) and saved.progress == back.progress
         shutil.rmtree(tmp_path / "back")
 
 

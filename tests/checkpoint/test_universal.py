@@ -23,7 +23,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert universal.write(saved, tmp_path / "out") == "global_step2_universal"
     universal.read(tmp_path / "out", tmp_path / "back")
     back = read_run(tmp_path / "back")
-    assert same_weights(saved, back) and same_state(saved, back)
+    assert same_weights(saved, back) and same_state(saved, back) and saved.progress == back.progress
 
 
 def test_another_number_of_updates_is_refused(tmp_path: Path) -> None:

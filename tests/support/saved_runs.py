@@ -87,8 +87,12 @@ def same_weights(one: SavedRun, other: SavedRun) -> bool:
 
 
 def same_state(one: SavedRun, other: SavedRun) -> bool:
-    """Whether they have the same optimizer state, to the bit, at the same step of training."""
+    """Whether they have the same optimizer state, to the bit, at the same step."""
     names = one.optimizer.names
     same = all(same_bits(one.optimizer.read(name), other.optimizer.read(name)) for name in names)
-    same_place = (one.state["step"], one.progress) == (other.state["step"], other.progress)
-    return bool(names) and same and sorted(names) == sorted(other.optimizer.names) and same_place
+    return (
+        bool(names)
+        and same
+        and sorted(names) == sorted(other.optimizer.names)
+        and one.state["step"] == other.state["step"]
+    )
