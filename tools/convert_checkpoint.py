@@ -11,7 +11,9 @@ Formats:
                     the flags of pretrain.py that deal layers to stages
     deepspeed-universal   a folder that DeepSpeed's engines load at any layout: weights, Adam's state and step; it has
                     no other optimizer's
-    huggingface     a folder for transformers, AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+    huggingface     a folder for transformers, AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True); if
+                    transformers is installed its logits are compared with those here, which takes the memory of all
+                    weights; --no-compare-logits leaves it out
 
 RUN is what `pretrain.py --save` makes, with one checkpoint: `pretrain.py --load RUN`, tools/evaluate.py and
 tools/inspect_checkpoint.py take it; --load takes a step folder too. What a file of adaptive-span does not say of its
@@ -74,6 +76,13 @@ class Given(NamedTuple):
     vocabulary: Path | None
 
 
+class Wanted(NamedTuple):
+    """What the command line says of a format to be written: the grid of shards, and whether transformers is to run."""
+
+    parallel: ParallelConfig
+    compare_logits: bool
+
+
 def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     """A .pt file of the paper's code → a run folder; lines that say what it holds."""
     found = adaptive_span.read(source)
@@ -122,7 +131,7 @@ def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> To
         raise UsageError(f"--vocabulary {path}: {error}") from None
 
 
-def to_adaptive_span(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
     """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
     run, progress, step = saved.run, saved.progress, saved.state["step"]
     dropped_at = (progress.plateau or {}).get("dropped_at")
@@ -156,7 +165,7 @@ def from_safetensors(source: Path, output: Path, _: Given) -> str:
     return f"{output}: the weights of step {found.step}, as step 0"
 
 
-def to_safetensors(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+def to_safetensors(saved: SavedRun, output: Path, _: Wanted) -> str:
     """A run's weights → one file; a line that says what it holds."""
     digest = single_file.write(saved, output)
     return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}, SHA-256 {digest}\n{WEIGHTS_ALONE}"
@@ -168,9 +177,9 @@ def from_shards(source: Path, output: Path, _: Given) -> str:
     return f"{output}: step {found.step} of {source}"
 
 
-def to_shards(saved: SavedRun, output: Path, parallel: ParallelConfig) -> str:
+def to_shards(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     """A run's checkpoint → shards of a grid; a line that says what it holds."""
-    grid = shards.write(saved, output, parallel)
+    grid = shards.write(saved, output, wanted.parallel)
     step = f"step {saved.state['step']} of {saved.step_folder}"
     return f"{output}: {step} for TP {grid.tensor} × PP {grid.pipeline}\n{NOT_KEPT}"
 
@@ -181,7 +190,7 @@ def from_universal(source: Path, output: Path, _: Given) -> str:
     return f"{output}: step {found.step} of {source}"
 
 
-def to_universal(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+def to_universal(saved: SavedRun, output: Path, _: Wanted) -> str:
     """A run's checkpoint → a universal one; a line that says what it holds."""
     name = universal.write(saved, output)
     return f"{output}: {name}, of {saved.step_folder}\n{NOT_KEPT}"
@@ -193,9 +202,9 @@ def from_huggingface(source: Path, output: Path, given: Given) -> str:
     return f"{output}: the weights of {source}, as step 0, {found.tokenizer['type']} tokens"
 
 
-def to_huggingface(saved: SavedRun, output: Path, _: ParallelConfig) -> str:
+def to_huggingface(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     """A run's weights → a folder for transformers; lines that say what it holds."""
-    compared = export.write(saved, output)
+    compared = export.write(saved, output, compare_logits=wanted.compare_logits)
     return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{WEIGHTS_ALONE}\n{compared}"
 
 
@@ -203,7 +212,7 @@ class Format(NamedTuple):
     """How a format is read and written."""
 
     read: Callable[[Path, Path, Given], str]
-    write: Callable[[SavedRun, Path, ParallelConfig], str]
+    write: Callable[[SavedRun, Path, Wanted], str]
 
 
 FORMATS = {
@@ -213,6 +222,7 @@ FORMATS = {
     universal.FORMAT: Format(from_universal, to_universal),
     export.FORMAT: Format(from_huggingface, to_huggingface),
 }
+COMPARE = "--no-compare-logits"
 GRID: dict[str, type] = {
     "tensor_model_parallel_size": int,
     "pipeline_model_parallel_size": int,
@@ -250,6 +260,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "run's step (with --from); else tokens are numbers, and nothing can check that data fits"
     )
     parser.add_argument("--vocabulary", type=Path, metavar="FILE", help=help_text)
+    parser.add_argument(COMPARE, action="store_true", help="compare tensors alone (with --to huggingface)")
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
     parser.add_argument("--recipe", **passed_on)
@@ -279,6 +290,8 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     given = [one.partition("=")[0] for one in options.flags]
     if options.target != shards.FORMAT:
         ignored += [flag(name) for name in GRID if getattr(options, name) is not None]
+    if options.target != export.FORMAT and options.no_compare_logits:
+        ignored.append(COMPARE)
     if options.source == export.FORMAT:
         model = {flag(name) for name in field_types(ModelConfig)}
         ignored += [one for one in given if one in model]
@@ -300,10 +313,10 @@ def main(argv: list[str] | None = None) -> int:
             print(FORMATS[options.source].read(options.file, options.output, given))
         else:
             grid = {name: value for name in GRID if (value := getattr(options, name)) is not None}
-            parallel, saved = ParallelConfig(**grid), read_run(options.load)
+            wanted, saved = Wanted(ParallelConfig(**grid), not options.no_compare_logits), read_run(options.load)
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
-            print(FORMATS[options.target].write(saved, options.output, parallel))
+            print(FORMATS[options.target].write(saved, options.output, wanted))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

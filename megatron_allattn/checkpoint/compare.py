@@ -13,14 +13,20 @@ from megatron_allattn.checkpoint.header import TensorInfo, values_start
 
 PIECE = 2**22  # elements in memory at a time
 TYPES = {
+    "C64": "<c8",
     "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
-    "BF16": "<u2",  # widened when read
+    "BF16": "<u2",  # this and the next two: numpy has no such type, their bits are widened when read
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
     "I64": "<i8",
     "I32": "<i4",
     "I16": "<i2",
     "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
     "U8": "u1",
     "BOOL": "u1",
 }
@@ -48,7 +54,7 @@ def places(files: dict[str, list[TensorInfo]], folder: Path) -> dict[str, Place]
 
 
 def pieces(place: Place) -> Iterator[Values]:
-    """A tensor's values, flat, a piece at a time: floats as float64, everything else as int64."""
+    """A tensor's values, flat, a piece at a time: floats as float64 or complex128, everything else as it is."""
     kind = np.dtype(TYPES[place.info.dtype])
     count = place.info.num_bytes // kind.itemsize
     for first in range(0, count, PIECE):
@@ -56,8 +62,19 @@ def pieces(place: Place) -> Iterator[Values]:
         raw = np.fromfile(place.path, kind, size, offset=place.start + first * kind.itemsize)
         if place.info.dtype == "BF16":
             yield (raw.astype("<u4") << 16).view("<f4").astype("f8")
+        elif place.info.dtype == "F8_E5M2":
+            yield (raw.astype("<u2") << 8).view("<f2").astype("f8")
+        elif place.info.dtype == "F8_E4M3":
+            yield _e4m3(raw)
         else:
-            yield raw.astype("f8" if kind.kind == "f" else "i8")
+            yield raw.astype({"f": "f8", "c": "c16"}.get(kind.kind, kind))
+
+
+def _e4m3(raw: Values) -> Values:
+    """Bits → values: a sign, 4 bits of exponent with bias 7, 3 of mantissa; NaN where all 7 are set, no infinity."""
+    exponent, mantissa = (raw >> 3 & 15).astype("i4"), (raw & 7).astype("f8")
+    size = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8 + mantissa, exponent - 10))
+    return np.where(raw & 127 == 127, np.nan, np.where(raw & 128, -size, size))
 
 
 def not_finite(place: Place) -> int:
@@ -81,11 +98,16 @@ def differences(one: dict[str, Place], other: dict[str, Place]) -> list[str]:
             apart = ~((left == right) | (np.isnan(left) & np.isnan(right)))
             count += int(apart.sum())
             with np.errstate(invalid="ignore"):
-                largest = max(largest, float(np.nanmax(np.abs(left - right)[apart], initial=0.0)))
+                distance = np.abs(_signed(left) - _signed(right))  # whole numbers would wrap around
+                largest = max(largest, float(np.nanmax(distance[apart], initial=0.0)))
         if count:
             total = a.num_bytes // np.dtype(TYPES[a.dtype]).itemsize
             lines.append(f"{name}: {count:,} of {total:,} elements differ, by at most {largest:.3g}")
     return lines
+
+
+def _signed(values: Values) -> Values:
+    return values if values.dtype.kind == "c" else values.astype("f8")
 
 
 def state_differences(one: Any, other: Any, where: str = "") -> list[str]:

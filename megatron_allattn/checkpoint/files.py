@@ -5,6 +5,7 @@ systems), and the rename itself is flushed by an fsync of the folder. A kill or 
 file or the new one. A JSON-lines file only grows, one write per line, so that at most its last line can be torn.
 """
 
+import ctypes
 import errno
 import json
 import os
@@ -17,6 +18,10 @@ from typing import Any
 
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.config.json_files import parse_json
+
+_ANOTHER = "name another one or remove it"
+_NO_SUCH_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems and kernels that do not know it
+_NOREPLACE = 1  # RENAME_NOREPLACE, of Linux's renameat2
 
 
 class StorageError(RuntimeError):
@@ -57,7 +62,7 @@ def _free_bytes(path: Path) -> str:
 def check_new(path: Path) -> None:
     """UsageError for an --output that exists already, or whose folder does not."""
     if os.path.lexists(path):
-        raise usage_error("--output", path, "exists already", "name another one or remove it")
+        raise usage_error("--output", path, "exists already", _ANOTHER)
     if not os.path.isdir(path.absolute().parent):  # unlike Path.is_dir, never an error
         raise usage_error("--output", path, f"there is no folder {path.absolute().parent}", "make it first")
 
@@ -67,26 +72,62 @@ def made_whole(output: Path) -> Iterator[Path]:
     """A name beside `output` under which to make the file or folder; it gets its own name once it is complete.
 
     What is made must be on the disk by then, but for its own entry. If that fails, or is killed, `output` is not there;
-    what killed ones have left is removed. Raises UsageError: it exists or its folder does not; StorageError.
+    what killed ones have left is removed. Raises UsageError: it exists, at the beginning or the end, its folder does
+    not, or another process of this host is making it; StorageError.
     """
     check_new(output)
     output = output.absolute()
     temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     with storage_errors(output, 0):
-        ours = re.compile(re.escape(f".{output.name}.tmp-") + r"[0-9]+")
-        for path in output.parent.iterdir():
-            if ours.fullmatch(path.name):
-                _remove(path)
+        ours = re.compile(re.escape(f".{output.name}.tmp-") + r"([0-9]+)")
+        left = [(path, int(match[1])) for path in output.parent.iterdir() if (match := ours.fullmatch(path.name))]
+        for path, process in left:
+            if _is_another(process):
+                rule = f"process {process} is making it as {path}"
+                raise usage_error("--output", output, rule, "wait for its end, or remove that if it is no conversion")
+            _remove(path)
     try:
         yield temporary
         with storage_errors(output, 0):
             if temporary.is_dir():
                 sync_folder(temporary)
-            os.rename(temporary, output)
+            try:
+                _rename_new(temporary, output)
+            except FileExistsError:
+                raise usage_error("--output", output, "has appeared meanwhile", _ANOTHER) from None
             sync_folder(output.parent)
     except BaseException:
         _remove(temporary)
         raise
+
+
+def _is_another(process: int) -> bool:
+    """Whether another process with this number is alive on this host."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return process != os.getpid()
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename a file or folder. Raises FileExistsError where there is something of that name: nothing is replaced."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        here = -100  # AT_FDCWD: paths are as the process sees them
+        if libc.renameat2(here, os.fsencode(source), here, os.fsencode(target), _NOREPLACE) == 0:
+            return
+        if (number := ctypes.get_errno()) not in _NO_SUCH_RENAME:
+            raise OSError(number, os.strerror(number), os.fspath(target))
+    if not source.is_dir():
+        os.link(source, target)
+        os.unlink(source)
+        return
+    if os.path.lexists(target):  # and what appears after this is replaced only where it is an empty folder
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
+    os.rename(source, target)
 
 
 def _remove(path: Path) -> None:

@@ -210,6 +210,11 @@ class _Shards:
         return reader
 
 
+def describe(source: Path) -> Description:
+    """What such a folder says of itself; of its tensors nothing is read. Raises UsageError: it is none."""
+    return _Shards(source).description
+
+
 def read(source: Path, output: Path) -> Description:
     """Make the run folder `output` of such a folder. Raises UsageError, StorageError."""
     shards = _Shards(source)

@@ -182,14 +182,17 @@ class TensorReader:
         return list(self.infos)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its own memory on the CPU. Raises UsageError when there is none of this name."""
+        """One tensor, in its own memory on the CPU. Raises UsageError: none of this name, or of another type."""
         if name not in self._path_of:
             raise UsageError(f"tensor {name}: not in this checkpoint ({len(self.infos)} tensors)")
         path, info = self._path_of[name], self.infos[name]
         dtype = next((dtype for dtype, known in DTYPE_NAMES.items() if known == info.dtype), None)
         if dtype is None:
             raise UsageError(f"{path}: tensor {name} is of type {info.dtype}, which is not read here")
-        tensor = torch.empty(info.shape, dtype=dtype)
+        try:
+            tensor = torch.empty(info.shape, dtype=dtype)
+        except RuntimeError:  # of no elements, since the header fits the file, but torch computes with the other sizes
+            raise UsageError(f"{path}: tensor {name} has shape {info.shape}, which torch cannot hold") from None
         left = tensor.view(-1).view(torch.uint8).numpy().data
         try:
             with open(path, "rb", buffering=0) as handle:

@@ -125,7 +125,7 @@ def _read(folder: Path, logical: LogicalTensor, state: str | None) -> Tensor:
 
 def read(source: Path, output: Path) -> Description:
     """Make the run folder `output` of the newest step of such a folder. Raises UsageError, StorageError."""
-    step_folder = source / _latest(source)
+    step_folder = latest(source)
     path = step_folder / DESCRIPTION
     found = Description.from_dict(path, read_json("file", path, _GIVE, MAX_STATE_BYTES))
     zero = step_folder / "zero"
@@ -150,11 +150,12 @@ def read(source: Path, output: Path) -> Description:
     return found
 
 
-def _latest(source: Path) -> str:
+def latest(source: Path) -> Path:
+    """The folder of the step that is read of such a folder. Raises UsageError: none is named."""
     name = read_bytes("file", source / LATEST, _GIVE, limit=1000).decode(errors="replace").strip()
     if not re.fullmatch(r"global_step\d+_universal", name, re.ASCII):
         raise usage_error("file", source / LATEST, f"names {name!r}, not a folder beside it", _GIVE)
-    return name
+    return source / name
 
 
 def _updates(folder: Path) -> int:

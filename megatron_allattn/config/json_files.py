@@ -7,6 +7,7 @@ from typing import Any
 from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import usage_error
 
+_PIECE = 2**20
 MAX_BYTES = 64 * 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Of what a tokenizer is read from: some ten million words."""
@@ -18,13 +19,15 @@ def read_bytes(what: str, path: Path, fix: str, limit: int = MAX_BYTES) -> bytes
     """A file's bytes, at most `limit`. Raises UsageError `WHAT PATH: RULE; FIX`: no such file, or a larger one."""
     try:
         check_regular(what, path, fix)
+        content = bytearray()
         with path.open("rb") as handle:
-            content = handle.read(limit + 1)
+            while len(content) <= limit and (piece := handle.read(_PIECE)):  # to ask for the limit would allocate it
+                content += piece
     except OSError as error:
         raise usage_error(what, path, f"cannot be read ({error.strerror})", fix) from None
     if len(content) > limit:
         raise usage_error(what, path, f"has more than {limit:,} bytes, the most that is read of it", fix)
-    return content
+    return bytes(content)
 
 
 def parse_json(what: str, path: Path, content: bytes, fix: str) -> Any:

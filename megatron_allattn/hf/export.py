@@ -9,6 +9,7 @@ OUT/megatron_allattn.json                        the `Description`; without it (
 AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
 """
 
+import re
 import shutil
 from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +47,12 @@ _OURS = ("span_loss",)  # of no meaning without training
 _GIVE = "give a folder that was made here, or one that transformers has saved from it"
 
 
-def write(saved: SavedRun, output: Path) -> str:
-    """Make the folder; a line on what was compared. Raises UsageError, StorageError."""
+def write(saved: SavedRun, output: Path, *, compare_logits: bool = True) -> str:
+    """Make the folder, one tensor in memory at a time; a line on what was compared. Raises UsageError, StorageError.
+
+    compare_logits: also run it under transformers, if that is installed, and before that the network here; each then
+    takes the memory of all weights.
+    """
     with made_whole(output) as temporary:
         with storage_errors(temporary, 0):
             temporary.mkdir()
@@ -59,6 +64,8 @@ def write(saved: SavedRun, output: Path) -> str:
         write_json_atomic(temporary / DESCRIPTION, Description.of(saved).to_dict())
         _write_weights(saved, temporary)
         check_copy(saved.weights, _reader(temporary))
+        if not compare_logits:
+            return "logits were not compared (--no-compare-logits), only the tensors were"
         return _compare_logits(saved, temporary)
 
 
@@ -112,8 +119,8 @@ def _compare_logits(saved: SavedRun, folder: Path) -> str:
     try:
         installed = version("transformers")
     except PackageNotFoundError:
-        return "transformers is not installed, so that only the tensors were compared"
-    if tuple(map(int, installed.split(".")[:2])) < tuple(map(int, OLDEST.split("."))):
+        return "logits were not compared, since transformers is not installed: only the tensors were"
+    if _release(installed) < _release(OLDEST):
         rule = f"the files are for transformers {OLDEST} and newer"
         raise usage_error("transformers", installed, rule, f"pip install 'transformers>={OLDEST}', or none")
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (optional)
@@ -121,14 +128,20 @@ def _compare_logits(saved: SavedRun, folder: Path) -> str:
 
     logging.disable_progress_bar()
     ids = torch.arange(TRIED)[None] % saved.state["vocab_size"]
+    expected = log_probabilities(saved, ids)  # before the other model is there: one of the two in memory at a time
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():
-        found, expected = theirs(ids).logits.log_softmax(-1), log_probabilities(saved, ids)
+        found = theirs(ids).logits.log_softmax(-1)
     apart = (found - expected).abs().max().item()
     if not apart <= TOLERANCE:
         rule = f"its log-probabilities differ by {apart:.1e} from those here, at most {TOLERANCE:.0e} are rounding"
         raise UsageError(f"transformers {installed}: {rule}; nothing is kept")
     return f"log-probabilities under transformers {installed} differ by {apart:.1e} at most"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; what comes before a release (5.20rc1, 5.21.dev0) counts as it."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def log_probabilities(saved: SavedRun, ids: Tensor) -> Tensor:

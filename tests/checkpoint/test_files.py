@@ -21,6 +21,7 @@ from megatron_allattn.checkpoint.files import (
     write_json_lines_atomic,
     write_text_atomic,
 )
+from megatron_allattn.config import UsageError
 from tests.support.forked import kill_before_call, run_forked
 from tests.support.template import ROOT
 
@@ -138,3 +139,10 @@ def test_a_full_disk(tmp_path: Path):
     assert error.startswith(f"{tmp_path / 'config.json'}: no space left: 2,000,000 bytes needed, ")
     assert int(error.partition("needed, ")[2].partition(" bytes free")[0].replace(",", "")) <= 1_048_576
     assert (old, num_files) == ("old", "1")
+
+
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, "[1]"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    (path := tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + '\n{"torn')
+    with pytest.raises(UsageError, match=rf"^file {path}: .*line 2.*take the line out"):
+        read_json_lines(path)

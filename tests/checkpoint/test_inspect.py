@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_allattn.checkpoint.compare import differences, not_finite, pieces, places
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
+from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header
 from megatron_allattn.checkpoint.inspect import inspect
+from megatron_allattn.checkpoint.tensors import DTYPE_NAMES
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import write_tensors_to
 from tests.support.template import ROOT
@@ -173,3 +177,37 @@ def test_what_differs_is_told(run: Path, tmp_path_factory: pytest.TempPathFactor
         "weights layers.0.query: 1 of 12 elements differ, by at most 0.5",
         "state: step: 12 in A, 13 in B",
     ]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_numbers_of_every_type_are_looked_at(tmp_path: Path, dtype: str) -> None:
+    """Their values against torch's, over all bytes, and what is not finite is counted."""
+    types = {name: one for one, name in DTYPE_NAMES.items()} | {
+        "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+    }
+    raw = torch.arange(256, dtype=torch.uint8)
+    raw = raw % 2 if dtype == "BOOL" else raw
+    info = TensorInfo("a", dtype, (256 // ITEM_BYTES[dtype],), 256)
+    (tmp_path / "weights-00001.safetensors").write_bytes(pack_header([info]) + raw.numpy().tobytes())
+    (place,) = places({"weights-00001.safetensors": [info]}, tmp_path).values()
+    (found,) = pieces(place)
+    values = raw.view(types[dtype])
+    wide = torch.complex128 if dtype == "C64" else torch.float64
+    np.testing.assert_array_equal(found.astype("c16" if dtype == "C64" else "f8"), values.to(wide).numpy())
+    assert not_finite(place) == int((~values.to(wide).isfinite()).sum())
+    assert differences({"a": place}, {"a": place}) == []
+
+
+def test_whole_numbers_do_not_wrap_around(tmp_path: Path) -> None:
+    where = []
+    for name, value in (("x", 0), ("y", 2**64 - 1)):
+        info = TensorInfo("a", "U64", (1,), 8)
+        (tmp_path / f"{name}-1.safetensors").write_bytes(pack_header([info]) + value.to_bytes(8, "little"))
+        (place,) = places({f"{name}-1.safetensors": [info]}, tmp_path).values()
+        where.append({"a": place})
+    assert differences(*where) == ["a: 1 of 1 elements differ, by at most 1.84e+19"]

@@ -92,6 +92,7 @@ def test_every_target_has_the_same_weights_and_losses(
     [
         (("--to", "safetensors", *GRID), "--to safetensors: --tensor-model-parallel-size has no effect"),
         (("--to", "shards", "--vocabulary", "v.json"), "--to shards: --vocabulary has no effect"),
+        (("--to", "shards", "--no-compare-logits"), "--to shards: --no-compare-logits has no effect"),
         (("--to", "shards", "--lr", "1"), "--to shards: --lr has no effect"),
         (("--to", "huggingface", "--hidden-size", "3"), "--to huggingface: --hidden-size has no effect"),
         (("--to", "shards", "--tensor-model-parallel-size", "3"), "must divide --num-attention-heads 4"),
@@ -105,6 +106,16 @@ def test_a_mistake_is_one_line(
     code, output, errors = tool(*arguments, "--load", trained, "--output", tmp_path / "out")
     assert (code, output, len(errors.splitlines())) == (2, "", 1) and message in errors, errors
     assert not (tmp_path / "out").exists()
+
+
+def test_logits_that_are_not_compared_are_told(trained: Path, tmp_path: Path, tool: Tool) -> None:
+    arguments = ("--to", "huggingface", "--load", trained, "--output", tmp_path / "out", "--no-compare-logits")
+    code, output, errors = tool(*arguments)
+    assert (code, errors) == (0, "")
+    assert output.splitlines()[1:] == [
+        "note: it has the weights alone: a run from it begins at step 0, with a new optimizer and schedule",
+        "logits were not compared (--no-compare-logits), only the tensors were",
+    ]
 
 
 @pytest.mark.parametrize("name", ["safetensors", "shards", "deepspeed-universal", "huggingface"])

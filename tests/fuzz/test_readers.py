@@ -19,12 +19,17 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_allattn.checkpoint import folder
-from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.checkpoint import folder, shards, universal
+from megatron_allattn.checkpoint.compare import not_finite, pieces, places
+from megatron_allattn.checkpoint.conversion import SavedRun, read_run
+from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header, read_header
+from megatron_allattn.checkpoint.inspect import inspect
+from megatron_allattn.checkpoint.tensors import DTYPE_NAMES, TensorReader
+from megatron_allattn.config import ParallelConfig, RunConfig, UsageError
 from megatron_allattn.data.indexed import IndexedReader, IndexedWriter
 from megatron_allattn.data.tokenizers import CharTokenizer, WordTokenizer, tokenizer_from_file
 from megatron_allattn.parallel.discovery import first_host
+from tests.support.saved_runs import MODELS, saved_run
 from tests.support.template import ROOT
 
 FEW, MANY = 300, 100_000
@@ -123,7 +128,19 @@ def fuzz(inputs: st.SearchStrategy[Any], read: Callable[[Any], object], count: i
             attempt()
 
 
+def read_values(path: Path) -> None:
+    """Every tensor is what the header says of it, or one that torch or this program does not know; numpy knows all."""
+    reader, where = TensorReader.of_files(path), places({path.name: read_header(path)}, path.parent)
+    for info, place in zip(reader.infos.values(), where.values(), strict=True):
+        assert sum(len(piece) for piece in pieces(place)) * ITEM_BYTES[info.dtype] == info.num_bytes
+        not_finite(place)
+    for name, info in reader.infos.items():
+        tensor = reader.read(name)
+        assert (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) == (info.dtype, info.shape)
+
+
 count_of_inputs = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
+count_of_large_inputs = pytest.mark.parametrize("count", [FEW // 3, pytest.param(MANY, marks=pytest.mark.fuzz)])
 
 
 @count_of_inputs
@@ -151,7 +168,9 @@ def test_safetensors_header(tmp_path: Path, count: int) -> None:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         assert sum(info.num_bytes for info in read_header(path)) <= len(content)
+        read_values(path)
 
+    read(valid)
     fuzz(bytes_near(valid), read, count)
 
 
@@ -168,7 +187,19 @@ def test_safetensors_header_of_other_values(tmp_path: Path, count: int) -> None:
         text = json.dumps(entries).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(25))
         assert sum(info.num_bytes for info in read_header(path)) <= 25
+        read_values(path)
 
+    read(valid)
+    empty = {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [25, 25]}  # sound, but not for torch
+    with pytest.raises(UsageError, match=r"which torch cannot hold"):
+        read(valid | {"c": empty})
+    for dtype, size in ITEM_BYTES.items():
+        one = {"dtype": dtype, "shape": [24 // size], "data_offsets": [0, 24]}
+        if dtype in DTYPE_NAMES.values():
+            read(valid | {"a": one})
+        else:
+            with pytest.raises(UsageError, match=rf"tensor a is of type {dtype}, which is not read here"):
+                read(valid | {"a": one})
     fuzz(json_near(valid), read, count)
 
 
@@ -205,6 +236,75 @@ def test_manifest_of_other_bytes(tmp_path: Path, count: int) -> None:
         folder.verify(step)
 
     fuzz(bytes_near((step / folder.MANIFEST).read_bytes()), read, count)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return saved_run(tmp_path_factory.mktemp("saved") / "run", MODELS["fixed"])
+
+
+def check_whole(found: SavedRun) -> None:
+    """Whatever a conversion or a run takes from a state."""
+    assert (found.state["step"], found.state["vocab_size"]) >= (0, 1)
+    assert 0 <= found.progress.skipped <= found.state["step"] and found.run.model.num_layers > 0
+
+
+@count_of_large_inputs
+@pytest.mark.parametrize("kind", ["values", "bytes"])
+def test_state(tmp_path: Path, saved: SavedRun, count: int, kind: str) -> None:
+    """In a folder whose manifest fits: a run's, and one that is looked at by tools/inspect_checkpoint.py."""
+    temporary = folder.begin(tmp_path, 2)
+    valid = (saved.step_folder / "state.json").read_bytes()
+    (temporary / "state.json").write_bytes(valid)
+    step = folder.commit(temporary, 2)
+    manifest = json.loads((step / folder.MANIFEST).read_text())
+
+    def read(content: bytes) -> None:
+        (step / "state.json").write_bytes(content)
+        entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        text = json.dumps(manifest | {"files": {"state.json": entry}}).encode()
+        (step / folder.MANIFEST).write_bytes(text)
+        (step / folder.MARKER).write_text(hashlib.sha256(text).hexdigest())
+        json.dumps(inspect(step).to_dict())
+        check_whole(read_run(step))
+
+    read(valid)
+    with pytest.raises(UsageError, match=r"state.json: is not JSON"):
+        read(b'{"step": 2, "a": ' + b"[" * 100_000)
+    near = json_near(json.loads(valid)).map(lambda content: json.dumps(content).encode())
+    fuzz(near if kind == "values" else bytes_near(valid), read, count)
+
+
+@count_of_large_inputs
+def test_layout_of_shards(tmp_path: Path, saved: SavedRun, count: int) -> None:
+    """The description in it, the grid and the list of tensors; the tensors are there, but are not read."""
+    shards.write(saved, tmp_path / "out", ParallelConfig(tensor_model_parallel_size=2))
+    path = tmp_path / "out" / shards.LAYOUT
+    valid = json.loads(path.read_bytes())
+
+    def read(content: Any) -> None:
+        path.write_text(json.dumps(content))
+        found = shards.describe(tmp_path / "out")
+        assert 0 <= found.progress.skipped <= found.step and found.vocab_size > 0
+
+    read(valid)
+    fuzz(json_near(valid), read, count)
+
+
+@count_of_inputs
+def test_latest_of_a_universal_checkpoint(tmp_path: Path, count: int) -> None:
+    """It names a folder beside it, and no other."""
+
+    def read(content: bytes) -> None:
+        (tmp_path / universal.LATEST).write_bytes(content)
+        named = universal.latest(tmp_path)
+        assert named.parent == tmp_path and named.resolve() == named and named.name.startswith("global_step")
+
+    read(b"global_step100_universal\n")
+    parts = st.sampled_from(
+        [b"global_step", b"_universal", b"1", b"..", b".", b"/", b"\n", b"\0", b"\xb9", b"x" * 2000]
+    )
+    fuzz(bytes_near(b"global_step100_universal") | st.lists(parts, max_size=6).map(b"".join), read, count)
 
 
 @count_of_inputs

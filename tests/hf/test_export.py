@@ -101,3 +101,17 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             export.read(tmp_path / "out", tmp_path / "back", RunConfig())
         assert not (tmp_path / "back").exists()
+
+
+def test_versions_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release candidate is as good as its release; an older one is refused before it runs."""
+    saved = saved_run(tmp_path / "run", MODELS["fixed"])
+    for number, installed in enumerate(("5.20rc1", "5.20.0.dev0", "6.0")):
+        monkeypatch.setattr(export, "version", lambda _, installed=installed: installed)
+        line = export.write(saved, tmp_path / f"out{number}")
+        assert line.startswith(f"log-probabilities under transformers {installed} differ by ")
+    for installed in ("5.19.4", "5.19rc1", "4.57"):
+        monkeypatch.setattr(export, "version", lambda _, installed=installed: installed)
+        with pytest.raises(UsageError, match=rf"^transformers {installed}: the files are for transformers 5.20 and"):
+            export.write(saved, tmp_path / "old")
+        assert not (tmp_path / "old").exists()
