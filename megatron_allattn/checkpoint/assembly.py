@@ -4,7 +4,7 @@ Which tensors go into which file follows from the tensors alone: in their order,
 of a state are the same, to the byte, whatever layout it is saved from. Who writes a file does depend on it: files are
 dealt to the ranks in order, and as ranks are numbered along the pipeline, a file's writer is often among the ranks that
 hold its tensors. A writer takes its tensors one at a time: it receives the ranges that others hold, joins the shards,
-writes, and goes on.
+writes, and goes on. All of that happens in host memory, whatever device the fragments are on.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def _write_turn(
 ) -> dict[str, str]:
     """One turn of `write`."""
     sending = [
-        dist.isend(own[stored].values, dst=group.ranks[file.writer], group=group.handle)
+        dist.isend(own[stored].values.cpu(), dst=group.ranks[file.writer], group=group.handle)
         for file in turn
         if file.writer != group.rank
         for stored, ranges in file.tensors
@@ -145,7 +145,9 @@ class _Tensors:
         size = prod(shape)
         assert sum(one.count for one in ranges) == size * count, f"{stored.name}: {ranges} of {shape}"
         own = {
-            one.shard: self._own[stored].values for one in ranges if one.count == size and one.rank == self._group.rank
+            one.shard: self._own[stored].values.cpu()
+            for one in ranges
+            if one.count == size and one.rank == self._group.rank
         }
         shards = [own.get(shard, torch.empty(0, dtype=stored.dtype)) for shard in range(count)]
         waiting: list[dist.Work | None] = []

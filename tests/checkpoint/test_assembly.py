@@ -2,11 +2,15 @@
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_allattn.checkpoint import save
 from megatron_allattn.checkpoint.assembly import plan, write
@@ -44,6 +48,45 @@ def _write(
     turns = plan(fragments, engine.groups.saving, max_bytes)
     written = write(target, turns, fragments, engine.network.join, engine.groups.saving)
     return written, Counter(stored.name for turn in turns for file in turn for stored, _ in file.tensors)
+
+
+class Elsewhere(torch.Tensor):
+    """Stands in for a tensor on a GPU: who takes its memory for the host's gets an error."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.Tensor.cpu:
+            return arguments[0].as_subclass(torch.Tensor)
+        if function is torch.Tensor.numpy:
+            raise TypeError("its memory is not the host's")
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def _write_from_elsewhere(rank: int, world_size: int, case: Case, target: Path) -> dict[str, str]:
+    engine, send = build(case, VOCAB), dist.isend
+
+    def from_host(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        assert type(tensor) is torch.Tensor
+        return send(tensor, *arguments, **options)
+
+    fragments = [replace(one, values=one.values.as_subclass(Elsewhere)) for one in engine.fragments()]
+    group = engine.groups.saving
+    with patch.object(dist, "isend", from_host):
+        return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group)
+
+
+def _write_as_it_is(rank: int, world_size: int, case: Case, target: Path) -> dict[str, str]:
+    engine = build(case, VOCAB)
+    fragments, group = list(engine.fragments()), engine.groups.saving
+    return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group)
+
+
+def test_tensors_of_a_device_are_written_from_host_memory(pools: WorkerPools, tmp_path: Path) -> None:
+    case, folders = Case(2, 2, 1, 1, "adam", "float32", "deepspeed"), (tmp_path / "a", tmp_path / "b")
+    for path in folders:
+        path.mkdir()
+    assert pools(4).run(_write_from_elsewhere, case, folders[0]) == pools(4).run(_write_as_it_is, case, folders[1])
+    assert content(folders[0]) == content(folders[1]) and len(content(folders[0])) > 12
 
 
 def _saved(rank: int, world_size: int, run: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from megatron_allattn.benchmark.attention import AttentionCase, measure_attention
 from megatron_allattn.benchmark.check import compare_backends
 from megatron_allattn.benchmark.profiles import read_profile
+from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.config import (
     DataConfig,
     ModelConfig,
@@ -252,6 +253,18 @@ def training_on_text(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         )
 
 
+def checkpoint(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Saved from the device and loaded there again: the next losses are those of the engine that has saved."""
+    with prepared_text() as (text, _), tempfile.TemporaryDirectory(prefix="gpu_check_") as path:
+        going, loaded = (build(sizes.run, 256, device, torch.bfloat16) for _ in range(2))
+        losses_of(going, text.train, sizes.beside)
+        save.save(Path(path), sizes.beside, going, {})
+        step_folder, _ = folder.find_latest(Path(path), check_bytes=True)
+        save.load(step_folder, loaded, going.slots[0].length)
+        losses = [losses_of(engine, text.train, sizes.beside) for engine in (loaded, going)]
+    yield compare("checkpoint, next steps", *losses, SAME_PRECISION)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: of the GPU's tensors since the last reset; on the CPU of the whole process."""
     if device.type == "cuda":
@@ -437,4 +450,4 @@ def _zero_engine(
     return make(network, run, groups, device, dtype, TORCH)
 
 
-PARTS = (reference_cases, attention_backends, attention_speed, training_on_text, speed, apex, zero)
+PARTS = (reference_cases, attention_backends, attention_speed, training_on_text, checkpoint, speed, apex, zero)

@@ -112,6 +112,13 @@ def test_first_steps_beside_the_cpus(bare: tuple[dict, str]) -> None:
     assert all(len(values["losses"]) == len(values["beside"]) == 3 for values in found.values())
 
 
+def test_a_checkpoint(bare: tuple[dict, str]) -> None:
+    (row,) = rows(bare[0], "checkpoint")
+    assert (row["status"], row["values"]["difference"]) == ("passed", 0.0)  # here the same bits
+    (trained,) = rows(bare[0], "training, 40")
+    assert len(row["values"]["losses"]) == 3 and set(row["values"]["losses"]).isdisjoint(trained["values"]["losses"])
+
+
 def test_attention_backends(bare: tuple[dict, str]) -> None:
     """Those that run on a CPU pass and are timed; triton is left out, with a reason."""
     status = {row["part"].removeprefix("attention "): row["status"] for row in rows(bare[0], "attention ")}
