@@ -79,13 +79,14 @@ class Saves:
         saver.save(self.number, {})
         blocked = time.perf_counter() - start
         steps: list[float] = []
-        while not steps or saver.finished() is None:
+        while not steps or (saver.finished() is None and not saver.failed):
             steps.append(self.step())
+        saver.wait()
         self._clear()
         return {"blocked": blocked, "step": sum(steps) / len(steps)}
 
     def _saver(self, asynchronous: bool) -> Saver:
-        return Saver(self._folder / "run", self.engine, asynchronous=asynchronous, after_commit=lambda _: None)
+        return Saver(self._folder / "run", self.engine, asynchronous=asynchronous, after_commit=lambda *_: None)
 
     def _clear(self) -> None:
         shutil.rmtree(self._folder / "run")

@@ -134,10 +134,10 @@ def run_around(path: Path) -> Path | None:
 
 
 class Damaged(UsageError):
-    """A step that was complete is no longer what it was: `folder`."""
+    """A step that was complete is no longer what it was: `folder`. named: what the message begins with, if not that."""
 
-    def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__(f"{folder}: {reason}")
+    def __init__(self, folder: Path, reason: str, named: Path | None = None) -> None:
+        super().__init__(f"{named or folder}: {reason}")
         self.folder = folder
 
 
@@ -174,7 +174,8 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
             skipped.append(f"{latest}: it names {text!r}, but {path.name} is the newest complete step")
         return path, skipped
     reasons = f" (passed over: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
-    raise UsageError(f"{run_folder}: no complete checkpoint in {parent}{reasons}; name another run folder")
+    message = f"no complete checkpoint in {parent}{reasons}; name another run folder"
+    raise UsageError(f"{run_folder}: {message}") if damaged is None else Damaged(damaged.folder, message, run_folder)
 
 
 def find(path: Path) -> tuple[Path, list[str]]:
@@ -196,6 +197,21 @@ def _was_complete(run_folder: Path, path: Path) -> bool:
     return named and not any(_OWN_ASIDE.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*"))
 
 
+def set_aside_after(run_folder: Path, step_folder: Path) -> list[str]:
+    """Rename the complete steps after this one, which were passed over as damaged, so that they count as steps no more;
+    a line for each. Nothing deletes them. Raises StorageError."""
+    parent, lines = run_folder / FOLDER, []
+    for path in sorted(parent.iterdir()):
+        is_step = _why_no_candidate(path) is None and _was_complete(run_folder, path)
+        if is_step and _step_of(path) > _step_of(step_folder):
+            aside = parent / f"{path.name.strip('.')}.damaged-{os.getpid()}"
+            with storage_errors(aside, 0):
+                os.rename(path, aside)
+                sync_folder(parent)
+            lines.append(f"{path} is now {aside.name}, since that step will be made again; nothing deletes it")
+    return lines
+
+
 def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     """Check every byte, or sizes alone, of a step folder against its manifest, which is returned.
 
@@ -213,35 +229,36 @@ def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def retain(run_folder: Path, latest: int, every: int) -> list[int]:
-    """Delete complete steps but the newest `latest` and, unless `every` is 0, its multiples; the steps deleted.
+def retain(run_folder: Path, step: int, keep: int, every: int) -> list[int]:
+    """Of the complete steps up to `step`, keep the last `keep` and, unless `every` is 0, its multiples; the steps
+    deleted.
 
     A folder gets the name of a temporary one first, so that a kill leaves nothing that looks like a step. Raises
     StorageError.
     """
     parent, deleted = run_folder / FOLDER, []
     own = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
-    steps = sorted(_step_of(path) for path in own if is_complete(path))
-    for step in steps[:-latest]:
-        if every and step % every == 0:
+    steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and is_complete(path))
+    for old in steps[:-keep]:
+        if every and old % every == 0:
             continue
-        temporary = parent / f".{step_name(step)}.tmp-{os.getpid()}"
+        temporary = parent / f".{step_name(old)}.tmp-{os.getpid()}"
         with storage_errors(parent, 0):
-            os.rename(parent / step_name(step), temporary)
+            os.rename(parent / step_name(old), temporary)
             sync_folder(parent)
             shutil.rmtree(temporary)
-        deleted.append(step)
+        deleted.append(old)
     return deleted
 
 
 def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> str:
     """Write the manifest of a folder whose files are on the disk from then on; returns the manifest's SHA-256."""
     files = {}
-    for path in sorted(temporary.iterdir()):
-        if path.name not in hashes:
+    for name in sorted(hashes.keys() | {path.name for path in temporary.iterdir()}):
+        path = temporary / name  # which another host may have written: a listing here may lack it, a look does not
+        if name not in hashes:
             sync_file(path)
-        digest = hashes.get(path.name) or _sha256(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+        files[name] = {"bytes": path.stat().st_size, "sha256": hashes.get(name) or _sha256(path)}
     write_json_atomic(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, "files": files})
     return _sha256(temporary / MANIFEST)
 

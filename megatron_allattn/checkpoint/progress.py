@@ -16,12 +16,13 @@ from megatron_allattn.engine.loss_scale import LossScaleState
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """tokens: trained on; judged: the last step after which validation was looked at, if it was due; skipped: updates
-    left out; recent_losses: what the next loss is compared with; plateau, loss_scale: their states, if there are any.
+    left out; skipped_in_a_row: since the last one that was not; recent_losses: what the next loss is compared with; plateau, loss_scale: their states, if there are any.
     """
 
     tokens: int = 0
     judged: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     recent_losses: tuple[float, ...] = ()
     plateau: dict[str, Any] | None = None
     loss_scale: dict[str, Any] | None = None
@@ -44,6 +45,7 @@ class Progress:
             "tokens": _is_count(found["tokens"]),
             "judged": _is_count(found["judged"], step),
             "skipped": _is_count(found["skipped"], step),
+            "skipped_in_a_row": _is_count(found["skipped_in_a_row"], step),
             "recent_losses": isinstance(losses, list | tuple) and all(map(_is_number, losses)),
             "plateau": plateau is None or _is_plateau(plateau, step),
             "loss_scale": scale is None or _is_loss_scale(scale),

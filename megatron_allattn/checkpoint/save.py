@@ -16,14 +16,14 @@ from typing import Any
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.assembly import plan, write
-from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 from megatron_allattn.engine.fragments import Fragment, Join
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import logical_tensors
-from megatron_allattn.parallel.collectives import agree, broadcast_object, gather_objects
+from megatron_allattn.parallel.collectives import PeerFailed, agree, broadcast_object, gather_objects
 from megatron_allattn.parallel.groups import Group
 
 MODEL_FIELDS = ("step", "config", "vocab_size", "tokenizer", "tokenizer_sha256")
@@ -62,9 +62,11 @@ def write_step(
         written = write(temporary, plan(fragments, group), fragments, join, group)
         hashes = {name: digest for part in gather_objects(written, group) for name, digest in part.items()}
         agree(lambda: _commit(temporary, step, state, hashes) if first else None, group, _code)
-    except BaseException:
+    except BaseException as error:
         if first:
             folder.abort(temporary)
+        if isinstance(error, StorageError | PeerFailed):  # all ranks are here: nobody ends the run before that is done
+            gather_objects(None, group)
         raise
 
 

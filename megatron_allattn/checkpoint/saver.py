@@ -2,7 +2,7 @@
 
 With `async_save` (Megatron-LM's name) every rank copies what it gives of a checkpoint to host memory, and a thread
 writes that, in a process group of its own, while the next steps are made. One save at a time: the next one waits for
-it. What goes wrong on the thread is raised at the next step.
+it. What goes wrong on the thread is raised at the next step, on all ranks.
 """
 
 import threading
@@ -19,14 +19,15 @@ from megatron_allattn.engine.drift import check_replicas
 from megatron_allattn.engine.finite import check_fragments
 from megatron_allattn.engine.fragments import Fragment, Join, Stored
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.parallel.collectives import agree
 from megatron_allattn.parallel.logical import LogicalTensor, Placement
 
 
 class Saver:
-    """Saves what `engine` holds in a run folder; its methods are collective, but for `finished`.
+    """Saves what `engine` holds in a run folder; `save` is collective.
 
-    asynchronous: on a thread; section: in which everything is saved; after_commit: is called with the run folder on the
-    first rank once a step is complete.
+    asynchronous: on a thread; section: in which everything is saved; after_commit: is called with the run folder and
+    the step on the first rank once that is complete.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Saver:
         *,
         asynchronous: bool,
         section: Callable[[], AbstractContextManager[None]] = nullcontext,
-        after_commit: Callable[[Path], None],
+        after_commit: Callable[[Path, int], None],
     ) -> None:
         self._run_folder, self._engine, self._asynchronous = run_folder, engine, asynchronous
         self._section = section
@@ -47,13 +48,12 @@ class Saver:
         self._step = -1
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a step, or begin to. Waits for the save before it, and raises what has gone wrong with that.
+        """Save a step, or begin to, once the save before it has ended.
 
-        Raises Drift where replicas differ, on one rank (PeerFailed on the others); what goes wrong after that, such as
-        StorageError, or NotFinite for what is not a number, `finished` raises.
+        Raises what has gone wrong with the save before it; Drift where replicas differ, StorageError, NotFinite for
+        what is not a number, each on one rank (PeerFailed on the others); of an asynchronous save `wait` raises them.
         """
         self.wait()
-        self.finished()
         check_replicas(self._engine)
         engine, fragments = self._engine, list(self._engine.fragments())
         if self._asynchronous:
@@ -67,34 +67,39 @@ class Saver:
             self._thread.start()
         else:
             self._run(job)
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has gone wrong, which `wait` raises."""
+        return self._error is not None
 
     def finished(self) -> int | None:
-        """The step whose save has ended since the last call, if one has. Raises what has gone wrong with it."""
-        if self._step < 0 or (self._thread is not None and self._thread.is_alive()):
+        """The step whose save has ended well since the last call, if one has."""
+        if self._step < 0 or self.failed or (self._thread is not None and self._thread.is_alive()):
             return None
-        step, error = self._step, self._error
-        self._thread, self._error, self._step = None, None, -1
-        if error is not None:
-            raise error
+        step, self._thread, self._step = self._step, None, -1
         return step
 
     def wait(self) -> None:
-        """Until nothing is being saved."""
+        """Until nothing is being saved. Raises what has gone wrong with a save."""
         if self._thread is not None:
             self._thread.join()
+        if self._error is not None:
+            error, self._error, self._step = self._error, None, -1
+            raise error
 
     def _write(self, step: int, fragments: list[Fragment], join: Join, state: dict[str, Any]) -> None:
         group = self._engine.groups.saving
         check_fragments(fragments, group)
         write_step(self._run_folder, step, fragments, join, state, group)
+        agree(lambda: self._after_commit(self._run_folder, step) if group.rank == 0 else None, group, lambda _: 1)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
             with self._section():
                 job()
-                if self._engine.groups.rank == 0:
-                    self._after_commit(self._run_folder)
-        except BaseException as error:  # whatever it is: `finished` raises it where it is seen
+        except BaseException as error:  # whatever it is: `wait` raises it where it is seen
             self._error = error
 
 

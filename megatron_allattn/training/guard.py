@@ -17,14 +17,14 @@ JUMP = 1.5  # times their median
 
 
 class Guard:
-    """limit: steps in a row that may be left out before the run ends; losses: those of the last steps, of a checkpoint.
+    """limit: steps in a row that may be left out before the run ends; the others: those of a checkpoint.
 
     in_a_row: steps left out since the last update; losses: what the next loss is compared with.
     """
 
-    def __init__(self, limit: int, losses: Iterable[float] = ()) -> None:
+    def __init__(self, limit: int, in_a_row: int = 0, losses: Iterable[float] = ()) -> None:
         self._limit = limit
-        self.in_a_row = 0
+        self.in_a_row = in_a_row
         self.losses: deque[float] = deque(losses, SEEN)
 
     def jump(self, loss: float) -> float | None:

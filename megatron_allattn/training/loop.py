@@ -14,6 +14,7 @@ import torch
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.prefetch import Prefetcher
 from megatron_allattn.data.streams import Block, num_evaluation_blocks
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.engine.interface import StepResult
 from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.training.evaluation import evaluate
@@ -43,6 +44,9 @@ def train(session: Session) -> None:
         if session.stopping:
             _save(session, console)
         _tell_end(session, console)
+    except NotFinite:  # on all ranks: a save under way can end
+        _tell_saved(session, console, wait=True)
+        raise
     finally:
         console.close()
 
@@ -76,7 +80,8 @@ def _tell_end(session: Session, console: Console) -> None:
 
 
 def _tell_saved(session: Session, console: Console, *, wait: bool = False) -> None:
-    """Say that a save has ended, if one has. Raises what has gone wrong with it."""
+    """Say that a save has ended well, if one has; wait: for it, and raise what has gone wrong with it (which all ranks
+    else do where they agree whether to stop)."""
     if session.saver is None:
         return
     if wait:

@@ -12,10 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
+from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS
@@ -31,6 +32,7 @@ from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
 STOPPED = 3  # exit code
+OUTCOME = "outcome.json"
 SAVING_SLACK_SECONDS = 30.0
 """How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 
@@ -94,23 +96,26 @@ def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
 def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: torch.device, watch: Watch) -> int:
     session = lock = None
     watch.heed(60 * run.checkpoint.stop_deadline_minutes)
+    own = run.checkpoint.save if groups.rank == 0 else None
+    outcome = _Outcome(own if run.checkpoint.goes_on else None)
     try:
-        own = run.checkpoint.save if groups.rank == 0 else None
         with watch.section("in the start-up", run.parallel.startup_timeout_minutes):
             lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
-            session = opened = open_session(run, explicit, groups, device, watch)
-        watch.last_words = lambda ending: _write_failure(opened, ending)
+            agree(outcome.forget, groups.world, exit_code)
+            watch.last_words = outcome.write_failure
+            session = open_session(run, explicit, groups, device, watch)
+        outcome.of(session)
         session.notes += lock.notes if lock is not None else []
         train(session)
         gather_objects(None, groups.world)  # a rank that is gone by now is told of
         if session.stopping:
-            _write_outcome(session, "stopped", signal.Signals(session.stopping).name)
+            outcome.write("stopped", signal.Signals(session.stopping).name)
             return STOPPED
-        _write_outcome(session, "done", session.why_ended)
+        outcome.write("done", session.why_ended)
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        if session is not None:
-            _write_failure(session, _ending(error, watch))
+        if lock is not None:
+            outcome.write_failure(_ending(error, watch))
         raise
     finally:
         if lock is not None:
@@ -155,17 +160,37 @@ def _says_all(error: BaseException) -> bool:
     return isinstance(error, UsageError | StorageError | Drift | NotFinite | discovery.LaunchError | KeyboardInterrupt)
 
 
-def _write_failure(session: Session, ending: Ending) -> None:
-    outcome = "guard" if ending.exit_code == NotFinite.exit_code else "failed"
-    _write_outcome(session, outcome, ending.message)
+class _Outcome:
+    """outcome.json in the run folder, by the first rank: batch scripts decide by it.
 
+    folder: of a run that goes on, whose outcome is told from the start; another one's only once it is known that it
+    holds no other run (`of`). None on the other ranks.
+    """
 
-def _write_outcome(session: Session, outcome: str, reason: str) -> None:
-    """outcome.json in the run folder, by the first rank: batch scripts decide by it."""
-    folder = session.run.checkpoint.save
-    if folder is None or not session.first_rank:
-        return
-    try:
-        write_json_atomic(folder / "outcome.json", {"outcome": outcome, "step": session.step, "reason": reason})
-    except StorageError as error:
-        print(f"warning: outcome.json: {error}", file=sys.stderr, flush=True)
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._session: Session | None = None
+
+    def forget(self) -> None:
+        """There is none yet: that of an earlier start must not be taken for this one's. Raises StorageError."""
+        if self._folder is not None:
+            with storage_errors(self._folder / OUTCOME, 0):
+                (self._folder / OUTCOME).unlink(missing_ok=True)
+
+    def of(self, session: Session) -> None:
+        """The start has gone well."""
+        self._session = session
+        self._folder = session.run.checkpoint.save if session.first_rank else None
+
+    def write_failure(self, ending: Ending) -> None:
+        self.write("guard" if ending.exit_code == NotFinite.exit_code else "failed", ending.message)
+
+    def write(self, outcome: str, reason: str) -> None:
+        """step: the last one done, null before it is known."""
+        if self._folder is None:
+            return
+        step = None if self._session is None else self._session.step
+        try:
+            write_json_atomic(self._folder / OUTCOME, {"outcome": outcome, "step": step, "reason": reason})
+        except StorageError as error:
+            print(f"warning: {OUTCOME}: {error}", file=sys.stderr, flush=True)

@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.checkpoint.files import append_json_line, read_json_lines, write_json_lines_atomic
+from megatron_allattn.checkpoint.files import (
+    append_json_line,
+    read_json_lines,
+    storage_errors,
+    sync_file,
+    write_json_lines_atomic,
+)
 from megatron_allattn.config import LoggingConfig, usage_error
 
 Record = dict[str, Any]
@@ -65,6 +71,12 @@ class Metrics:
             except Exception as error:  # a mirror is a convenience: whatever it raises, the run goes on
                 print(f"warning: {name} failed and gets no more records ({error})", file=sys.stderr, flush=True)
                 del self._mirrors[name]
+
+    def sync(self) -> None:
+        """What was written is on the disk: a checkpoint must not outlive the records before it. Raises StorageError."""
+        if self._path is not None and self._path.exists():
+            with storage_errors(self._path, 0):
+                sync_file(self._path)
 
 
 def drop_records_after(folder: Path, step: int, kinds: Collection[str] = ()) -> int:

@@ -36,7 +36,7 @@ from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import layer_windows, layers_look_back
-from megatron_allattn.parallel.collectives import agree, all_reduce_max, broadcast_object
+from megatron_allattn.parallel.collectives import PeerFailed, agree, all_reduce_max, broadcast_object
 from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
@@ -99,10 +99,19 @@ class Session:
         return self.engine.groups.rank == 0
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank was asked to stop; once it is so it stays so. Collective."""
-        if not self.stopping:
-            asked = torch.tensor(float(self.watch.signal), device=self.engine.device)
-            self.stopping = int(all_reduce_max(asked, self.engine.groups.world).item())
+        """Whether any rank was asked to stop; once it is so it stays so. Collective.
+
+        Raises what has gone wrong with a save beside training, on all ranks at once.
+        """
+        if self.stopping:
+            return True
+        groups, saver = self.engine.groups, self.saver
+        lost = 1 + groups.rank if saver is not None and saver.failed else 0
+        asked = torch.tensor([self.watch.signal, lost], dtype=torch.float32, device=self.engine.device)
+        self.stopping, lost = map(int, all_reduce_max(asked, groups.world).tolist())
+        if lost and saver is not None:
+            saver.wait()
+            raise PeerFailed(lost - 1, 1)
         return bool(self.stopping)
 
     def describe_loss(self, loss: float) -> str:
@@ -119,6 +128,7 @@ class Session:
             "judged": self.judged,
             "written_at": self._layout(),
             "skipped": self.engine.skipped,
+            "skipped_in_a_row": self.guard.in_a_row,
             "recent_losses": list(self.guard.losses),
             "config": self.run.to_dict(),
             "vocab_size": self.engine.network.vocab_size,
@@ -146,6 +156,7 @@ class Session:
         """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ, NotFinite where
         anything in it is not finite."""
         assert self.saver is not None
+        self.metrics.sync()
         with self.watch.section("in the save", self.run.parallel.save_timeout_minutes):
             self.saver.save(self.step, self.state())
         self.saved = self.step
@@ -161,7 +172,8 @@ class Session:
         progress = Progress.of(step_folder / "state.json", state, state["step"], self.run)
         self.step, self.tokens, self.judged = state["step"], progress.tokens, progress.judged
         self.engine.skipped = progress.skipped
-        self.guard = Guard(self.run.training.max_nonfinite_steps, progress.recent_losses)
+        limit = self.run.training.max_nonfinite_steps
+        self.guard = Guard(limit, progress.skipped_in_a_row, progress.recent_losses)
         self.plateau = Plateau(**(progress.plateau or {}))
         if self.engine.loss_scale is not None and progress.loss_scale is not None:
             self.engine.loss_scale.load(progress.loss_scale)
@@ -221,7 +233,7 @@ def open_session(
             Metrics(run.checkpoint.save, run.logging, run.to_dict()) if groups.rank == 0 else Metrics(None, None, {})
         )
     )
-    agreed(lambda: _prepare_run_folder(run) if groups.rank == 0 else None)
+    notes += agreed(lambda: _prepare_run_folder(run, step_folder) if groups.rank == 0 else [])
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
     session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped], watch)
@@ -251,9 +263,9 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
     if kept.save is None:
         return None
 
-    def retain(run_folder: Path) -> None:
+    def retain(run_folder: Path, step: int) -> None:
         if kept.keep_latest_k:
-            folder.retain(run_folder, kept.keep_latest_k, kept.save_retain_interval)
+            folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
 
     section = partial(watch.section, "in the save", run.parallel.save_timeout_minutes)
     return Saver(kept.save, engine, asynchronous=kept.async_save, section=section, after_commit=retain)
@@ -354,16 +366,18 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
     return notes
 
 
-def _prepare_run_folder(run: RunConfig) -> None:
-    """Make the run folder, unless it holds another run."""
+def _prepare_run_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
+    """Make the run folder, unless it holds another run; lines to tell. step_folder: from which the run goes on."""
     run_folder = run.checkpoint.save
     if run_folder is None:
-        return
+        return []
     if not run.checkpoint.goes_on and (
         (run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()
     ):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
     folder.prepare_run_folder(run_folder)
-    (run_folder / "outcome.json").unlink(missing_ok=True)  # of an earlier start; this one has none yet
     write_json_atomic(run_folder / "config.json", run.to_dict())
+    if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):
+        return []
+    return folder.set_aside_after(run_folder, step_folder)

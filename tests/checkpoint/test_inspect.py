@@ -143,6 +143,13 @@ def test_a_damaged_newest_step_is_what_is_looked_at(run: Path) -> None:
     assert code == 1 and output.startswith(f"checkpoint {step}\n") and "damaged: " in output
 
 
+def test_a_run_whose_only_step_is_damaged(run: Path) -> None:
+    (run / "checkpoints/step_00000012/weights-00001.safetensors").unlink()
+    code, output, errors = _inspect(run)
+    assert (code, errors) == (1, "")
+    assert "damaged: " in output and "weights-00001.safetensors: expected a file of " in output
+
+
 def test_numbers_that_are_not_finite_are_found(tmp_path: Path) -> None:
     temporary = begin(tmp_path, 1)
     tensors = {"a": torch.tensor([1.0, math.inf]), "b": torch.tensor([math.nan, 1.0, math.nan]).bfloat16()}

@@ -39,7 +39,7 @@ def _beside(rank: int, world_size: int, case: Case, path: Path) -> None:
 
     step(0)
     for name, asynchronous in (("sync", False), ("async", True)):
-        one = Saver(path / name, engine, asynchronous=asynchronous, after_commit=lambda _: None)
+        one = Saver(path / name, engine, asynchronous=asynchronous, after_commit=lambda *_: None)
         going_on, true = threading.Event(), saver.write_step
 
         def held_up(*arguments: Any, going_on: threading.Event = going_on, true: Any = true) -> None:
@@ -76,13 +76,12 @@ def test_a_save_beside_training_has_the_bytes_of_one_that_is_waited_for(
 
 def _fails(rank: int, world_size: int, case: Case, path: Path) -> str:
     engine = build(case, 61)
-    one = Saver(path / "run", engine, asynchronous=True, after_commit=lambda _: None)
+    one = Saver(path / "run", engine, asynchronous=True, after_commit=lambda *_: None)
     if rank == 0:
         (path / "run").write_text("a file where the folder should be")
     one.save(1, {})
-    one.wait()
     try:
-        one.finished()
+        one.wait()
     except Exception as error:
         return type(error).__name__
     return "nothing"
@@ -113,7 +112,7 @@ def test_only_own_complete_steps_are_deleted(tmp_path: Path) -> None:
     (parent / "step_00000001").symlink_to(parent / "step_00000002")
     (parent / "step_00000007").mkdir()  # not complete
     os.rename(parent / "step_00000006", parent / "step_006")
-    assert folder.retain(tmp_path, 2, 5) == [2, 4]
+    assert folder.retain(tmp_path, 10, 2, 5) == [2, 4]
     assert sorted(os.listdir(parent)) == [
         "foo_step_00000004",
         "step_00000001",
@@ -125,13 +124,34 @@ def test_only_own_complete_steps_are_deleted(tmp_path: Path) -> None:
         "step_00000010",
         "step_006",
     ]
-    assert folder.retain(tmp_path, 2, 0) == [5]
-    assert folder.retain(tmp_path, 9, 0) == []
+    assert folder.retain(tmp_path, 10, 2, 0) == [5]
+    assert folder.retain(tmp_path, 10, 9, 0) == []
     assert folder.find_latest(tmp_path)[0].name == "step_00000010"
+
+
+def test_steps_after_the_one_just_saved_count_for_nothing(tmp_path: Path) -> None:
+    """A run that has gone back to an older step: what it saves is not deleted in favour of what it has left behind."""
+    _steps(tmp_path, 50, 60, 90, 100)
+    assert folder.retain(tmp_path, 60, 1, 0) == [50]
+    parent = tmp_path / "checkpoints"
+    assert sorted(os.listdir(parent)) == ["step_00000060", "step_00000090", "step_00000100"]
+
+
+def test_complete_steps_after_the_one_that_is_gone_on_from_are_set_aside(tmp_path: Path) -> None:
+    _steps(tmp_path, 50, 90, 100)
+    parent = tmp_path / "checkpoints"
+    (parent / "step_00000120").mkdir()  # its save did not end
+    (parent / "step_00000110").write_text("a file")
+    lines = folder.set_aside_after(tmp_path, parent / "step_00000050")
+    assert len(lines) == 2 and lines[0].startswith(f"{parent / 'step_00000090'} is now step_00000090.damaged-")
+    assert [name.partition(".damaged-")[0] for name in sorted(os.listdir(parent))] == [
+        *("step_00000050", "step_00000090", "step_00000100", "step_00000110", "step_00000120")
+    ]
+    assert folder.find_latest(tmp_path)[0].name == "step_00000050"
 
 
 def test_a_run_without_steps_has_nothing_to_delete(tmp_path: Path) -> None:
     folder.prepare_run_folder(tmp_path)
-    assert folder.retain(tmp_path, 1, 0) == []
+    assert folder.retain(tmp_path, 10, 1, 0) == []
     with pytest.raises(UsageError):
         folder.find_latest(tmp_path)

@@ -100,7 +100,7 @@ def _save(rank: int, world_size: int, folder: str) -> None:
     with torch.no_grad():
         if rank == 1:
             engine.network.position.key[0, 0, 0] += 1
-    Saver(Path(folder), engine, asynchronous=False, after_commit=lambda _: None).save(1, {})
+    Saver(Path(folder), engine, asynchronous=False, after_commit=lambda *_: None).save(1, {})
 
 
 def test_nothing_is_saved(pools: WorkerPools, tmp_path) -> None:

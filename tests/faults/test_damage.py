@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Runs
+from tests.support.commands import outcome
 
 COMMON = ("--train-iters", "4", "--save-interval", "2")
 NEWEST = "run/checkpoints/step_00000004"
@@ -77,11 +78,19 @@ def test_damage_is_named_and_the_step_before_is_taken_only_when_asked(runs: Runs
     assert re.fullmatch(f"error: {NEWEST}: {file}: {words}; give --load-fallback to go on from an older step", line), (
         line
     )
-    ended = runs.plain(1, 0, "pause@0", *more, "--load-fallback")
+    assert outcome(runs.folder / "run") == {
+        "outcome": "failed",
+        "step": None,
+        "reason": line.removeprefix("error: "),
+    }
+    ended = runs.plain(1, 0, "pause@0", *more, "--load-fallback", "--keep-latest-k", "1")
     assert ended.codes == [0]
     output = ended.ranks[0].stdout
     assert "resumed from run/checkpoints/step_00000002\n" in output
     assert re.search(f"{NEWEST}: {file}: {words}", output)
+    kept, aside = sorted(path.name for path in (runs.folder / NEWEST).parent.iterdir())[::-1]
+    assert kept == "step_00000005" and re.fullmatch(r"step_00000004\.damaged-\d+", aside)
+    assert f"{NEWEST} is now {aside}, since that step will be made again; nothing deletes it" in output
 
 
 def test_a_marker_that_is_gone_from_the_step_that_latest_names_is_damage(runs: Runs, saved: Path) -> None:

@@ -47,6 +47,22 @@ def test_bad_steps_are_left_out_told_and_counted_and_too_many_end_the_run(runs: 
     assert " No update is made (1 so far); tokens 192 to 224 of each of the 4 streams of " in output
 
 
+def test_a_save_under_way_ends_before_the_run_does(runs: Runs) -> None:
+    flags = ("--train-iters", "24", "--save-interval", "2", "--async-save", "--max-nonfinite-steps", "1")
+    ended = runs.plain(2, 1, "nan@3,pause@commit", *TP2, *flags)
+    assert ended.codes == [4, 4] and len(ended.errors) == 1
+    assert "saved step 2 in run" in ended.ranks[0].stdout
+    assert (runs.folder / "run/latest").read_text() == "step_00000002\n"
+
+
+@pytest.mark.faults
+def test_steps_in_a_row_are_counted_over_a_resume(runs: Runs) -> None:
+    assert runs.plain(2, 1, "nan@3-", *TP2, "--train-iters", "5", "--save-interval", "5").codes == [0, 0]
+    ended = runs.plain(2, 1, "nan@3-", *TP2, "--train-iters", "20", "--load", "run")
+    assert ended.codes == [4, 4]
+    assert ended.errors[0].startswith("error: step 7: ")
+
+
 def test_a_loss_that_jumps_is_told_with_its_tokens(runs: Runs) -> None:
     ended = runs.plain(2, 0, "times5@12", "--train-iters", "14")
     assert ended.codes == [0, 0]

@@ -21,6 +21,8 @@ LAYOUTS = {
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2 pp2": (4, (*TP2, *PP2)),
+    "dp2 async": (2, ("--async-save", "--keep-latest-k", "2")),
+    "tp2 async": (2, (*TP2, "--async-save")),
 }
 
 

@@ -15,6 +15,7 @@ from tests.support.commands import ROOT, Program, environment, outcome, records
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")
 ZERO3 = ("--zero-stage", "3")
+ASYNC = (*TP2, "--async-save", "--save-interval", "1")
 ENDLESS = ("--train-iters", "100000", "--attention-dropout", "0.2")
 NEVER = "pause@0"
 ORDERS = {"SIGTERM": signal.SIGTERM, "SIGUSR1": signal.SIGUSR1, "SIGHUP": signal.SIGHUP}
@@ -61,7 +62,7 @@ def trained(runs: Runs, run: str = "run") -> list[dict[str, Any]]:
         (TP2, [1]),
         *(
             pytest.param(*row, marks=pytest.mark.faults)
-            for row in ((TP2, [0]), (ZERO3, [0, 1]), (PP2, [1]), (PP2, [0]))
+            for row in ((TP2, [0]), (ZERO3, [0, 1]), (PP2, [1]), (PP2, [0]), (ASYNC, [1]))
         ),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import FAULTY, PATH, Runs
-from tests.support.commands import environment
+from tests.support.commands import environment, outcome
 from tests.support.template import ROOT
 
 COMMON = ("--train-iters", "4", "--save-interval", "2")
@@ -71,3 +71,17 @@ def test_a_limit_on_files_keeps_the_old_checkpoint(runs: Runs, more: tuple[str, 
     assert "the file size limit is reached: " in done.stderr and "raise it (ulimit -f)" in done.stderr
     names = sorted(path.name for path in (runs.folder / "run/checkpoints").iterdir())
     assert names == ["step_00000002"]
+
+
+@pytest.mark.parametrize("more", [("--async-save",), pytest.param((), marks=pytest.mark.faults)], ids=str)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.faults)])
+def test_of_two_ranks_the_one_that_cannot_write_says_so(runs: Runs, rank: int, more: tuple[str, ...]) -> None:
+    """However long it takes to remove what was written."""
+    flags = ("--train-iters", "60", "--save-interval", "10", "--tensor-model-parallel-size", "2", *more)
+    ended = runs.plain(2, rank, "limit@18,pause@abort", *flags)
+    assert ended.codes == [1, 1]
+    (line,) = ended.errors
+    assert line.startswith("error: run/checkpoints/.step_00000020.tmp-") and "the file size limit is reached: " in line
+    assert outcome(runs.folder / "run")["reason"] == line.removeprefix("error: ")
+    names = sorted(path.name for path in (runs.folder / "run/checkpoints").iterdir())
+    assert names == ["step_00000010"]

@@ -1,13 +1,14 @@
 """`pretrain.py` with faults on one rank: `python faulty.py RANK FAULT@STEP[,FAULT@STEP…] [flags of pretrain.py]`.
 
 The fault comes in this step (from 1), with a `-` after it in every one from there on; STEP may also be start,
-evaluation (before every block of it) or save. At its beginning:
+evaluation (before every block of it), save, or, of the first rank, whose they are, commit or abort. At its beginning:
 
     kill       the process is gone, as by the kernel's memory killer
     raise      an exception
     unmatched  a collective of all ranks in which no other rank takes part
     stall      the process goes on, and does not come
     pause      it comes 3 seconds late
+    limit      from then on no file may be larger than 20 KiB
     freeze     it is stopped, as by SIGSTOP
 
 and while it is computed:
@@ -18,10 +19,12 @@ and while it is computed:
 """
 
 import os
+import resource
 import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pretrain
@@ -43,6 +46,9 @@ def strike(engine: Any, fault: str) -> None:
         time.sleep(1000)
     elif fault == "pause":
         time.sleep(3)
+    elif fault == "limit":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 1024, resource.RLIM_INFINITY))
     elif fault == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -65,6 +71,7 @@ def comes(step: str, number: int) -> bool:
 
 
 def main() -> int:
+    from megatron_allattn.checkpoint import folder, save
     from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 
     rank, faults = int(sys.argv[1]), [fault.split("@") for fault in sys.argv[2].split(",")]
@@ -88,6 +95,19 @@ def main() -> int:
     DeepSpeedEngine.train_step = train_step  # type: ignore[method-assign]
     for place, name in (("start", "_allocate_state"), ("evaluation", "evaluate_block"), ("save", "fragments")):
         setattr(DeepSpeedEngine, name, strikes_at(place, getattr(DeepSpeedEngine, name)))
+
+    def late(place: str, true: Any) -> Any:
+        def function(*arguments: Any, **options: Any) -> Any:
+            for fault in [fault for fault, step in faults if step == place]:
+                strike(None, fault)
+            return true(*arguments, **options)
+
+        return function
+
+    if any(fault == "limit" for fault, _ in faults):  # a file that is too large on every rank
+        save.plan = partial(save.plan, max_bytes=40_000)
+    for place in ("commit", "abort"):
+        setattr(folder, place, late(place, getattr(folder, place)))
     return pretrain.main(sys.argv[3:])
 
 

@@ -1,6 +1,7 @@
 """The plateau rule against sequences worked out by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_tenth_of_the_rate_from_the_next_step_to_the_end() -> None:
     dropped = Plateau(best=2.0, count=2, dropped_at=60)
     assert [Plateau().last_step(settings, 1000), dropped.last_step(settings, 1000)] == [1000, 90]
     assert dropped.last_step(settings, 80) == 80
+    assert dropped.last_step(replace(settings, lr_decay_style="cosine"), 1000) == 1000  # changed with --override
 
 
 def test_why_a_run_ended() -> None:
