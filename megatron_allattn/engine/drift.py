@@ -25,7 +25,7 @@ class Drift(RuntimeError):
 
 
 def check_replicas(engine: Engine) -> None:
-    """Compare every weight's hash over the ranks that hold the same. Collective.
+    """Compare a digest of every weight over the ranks that hold the same. Collective.
 
     Raises Drift on the first rank (PeerFailed on the others): it names weights, the ranks that differ from most of
     those that hold them, and how many do; where no version is that of most, the ranks of each.
@@ -65,7 +65,10 @@ def _refuse(found: list[str]) -> None:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Of a tensor's bits: of every ROW elements their exclusive or, found where the tensor is, and of those a hash."""
+    """Of a tensor's bits: of every ROW elements their exclusive or, found where the tensor is, and of those a hash.
+
+    What leaves the exclusive or of a row as it is, such as two of its elements that have changed places, is not seen.
+    """
     flat = tensor.detach().contiguous().view(-1)
     whole = len(flat) // ROW * ROW
     rows = torch.hash_tensor(flat[:whole].view(-1, ROW), dim=1).view(torch.uint8)
