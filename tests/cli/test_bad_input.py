@@ -24,12 +24,14 @@ from tests.support.commands import (
     Variables,
     corpus,
     free_port,
+    outcome,
     run,
     run_ranks,
 )
 from tests.support.template import Template
 
 STEPS = 2
+OUTCOME = "old/outcome.json"
 TRAIN = [*TINY, "--train-iters", str(STEPS), "--eval-iters", "1"]
 
 
@@ -52,6 +54,21 @@ class Place:
 
         Of several ranks the first says it; the others fail alike and say nothing. variables: of one rank.
         """
+        line, before, after = self._refused(arguments, ranks, variables)
+        assert after == before
+        return line
+
+    def refused_at_its_start(self, *arguments: str, ranks: int = 1) -> str:
+        """As `refused`, of a start of `old` that goes on: its outcome is this failure, and nothing else has changed."""
+        line, before, after = self._refused(arguments, ranks, NONE)
+        assert before.pop(OUTCOME) != after.pop(OUTCOME) and after == before
+        assert outcome(self.folder / "old") == {"outcome": "failed", "step": None, "reason": line}
+        return line
+
+    def _refused(
+        self, arguments: tuple[str, ...], ranks: int, variables: Variables
+    ) -> tuple[str, dict[str, str], dict[str, str]]:
+        """The line, and what was in the folder before and after."""
         before = contents(self.folder)
         if ranks > 1:
             first, *others = run_ranks(ranks, *arguments, folder=self.folder, template=self._template)
@@ -59,8 +76,7 @@ class Place:
             command = (sys.executable, PRETRAIN, *arguments)
             first, others = run(*command, folder=self.folder, variables=variables, template=self._template), []
         assert [(other.returncode, other.output) for other in others] == [(2, "")] * (ranks - 1)
-        assert contents(self.folder) == before
-        return one_line(first, 2)
+        return one_line(first, 2), before, contents(self.folder)
 
 
 def one_line(done: Finished, exit_code: int) -> str:
@@ -301,7 +317,7 @@ def cut(path: Path) -> None:
 )
 def test_damaged_checkpoint(place: Place, name: str, damage: Callable[[Path], None], words: str) -> None:
     damage(place.folder / STEP_FOLDER / name)
-    line = place.refused(*TRAIN, *RESUME)
+    line = place.refused_at_its_start(*TRAIN, *RESUME)
     assert line.startswith("old: no complete checkpoint in old/checkpoints (passed over: ")
     assert f"{STEP_FOLDER}: {name}: {words}" in line
 
@@ -309,7 +325,7 @@ def test_damaged_checkpoint(place: Place, name: str, damage: Callable[[Path], No
 def test_checkpoints_that_have_lost_their_markers_are_not_taken_for_a_run_that_never_saved(place: Place) -> None:
     (place.folder / STEP_FOLDER / "COMPLETE").unlink()
     shutil.copytree(place.folder / STEP_FOLDER, place.folder / "old/checkpoints/step_00000001")
-    line = place.refused(*TRAIN, *RESUME)
+    line = place.refused_at_its_start(*TRAIN, *RESUME)
     assert line.startswith("old: no complete checkpoint in old/checkpoints (passed over: ")
     assert line.count("expected a file COMPLETE, found none") == 2
 
@@ -328,12 +344,12 @@ def test_resume_with_another_model_or_schedule(place: Place, changed: list[str],
     if changed[0] in flags:
         at = flags.index(changed[0])
         del flags[at : at + 2]
-    assert place.refused(*flags, *changed, *RESUME).startswith(line)
+    assert place.refused_at_its_start(*flags, *changed, *RESUME).startswith(line)
 
 
 def test_resume_on_data_of_another_vocabulary(place: Place) -> None:
     size = json.loads((place.folder / "char2.json").read_text())["tokenizer"]["characters"]
-    line = place.refused(*TRAIN, "--load", "old", "--save", "old", "--data-path", "char2", ranks=2)
+    line = place.refused_at_its_start(*TRAIN, "--load", "old", "--save", "old", "--data-path", "char2", ranks=2)
     assert line.startswith(
         f"--data-path char2: its vocabulary size is {len(size)}, {STEP_FOLDER} was trained with 256 "
         f"(kind char, not byte; vocabulary size {len(size)}, not 256); resume with"
