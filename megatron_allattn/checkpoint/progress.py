@@ -16,7 +16,8 @@ from megatron_allattn.engine.loss_scale import LossScaleState
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """tokens: trained on; judged: the last step after which validation was looked at, if it was due; skipped: updates
-    left out; skipped_in_a_row: since the last one that was not; recent_losses: what the next loss is compared with; plateau, loss_scale: their states, if there are any.
+    left out; skipped_in_a_row: since the last one that was not; recent_losses: what the next loss is compared
+    with; plateau, loss_scale: their states, if there are any.
     """
 
     tokens: int = 0

@@ -105,7 +105,7 @@ def test_weights_that_are_not_the_models(tmp_path: Path, monkeypatch: pytest.Mon
     step = tmp_path / "checkpoints/step_00000007"
     state = json.loads((step / "state.json").read_text())
     state["config"]["model"]["num_layers"] = 3
-    monkeypatch.setattr("megatron_allattn.checkpoint.save.read_state", lambda folder: state)
+    monkeypatch.setattr("megatron_allattn.checkpoint.save.read_state", lambda *_: state)
     with pytest.raises(UsageError, match=r"tensor layers.2.\S+ has shape none, the model wants"):
         load(step)
     state["config"] = {"colour": "red"}
