@@ -207,7 +207,7 @@ def test_every_flag_of_the_documentation_is_known(tool: Any) -> None:
     """Every command line of docs/performance.md parses."""
     text = (ROOT / "docs/performance.md").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith(f"python {TOOL}")]
-    assert {line.split()[2] for line in lines} == {"attention", "layer", "step", "generate", "data"}
+    assert {line.split()[2] for line in lines} == {"attention", "layer", "step", "generate", "data", "save"}
     for line in lines:
         try:
             tool.parse(line.partition("#")[0].split()[2:])

@@ -59,6 +59,7 @@ def test_two_processes(folder: Path, expected: str) -> None:
     assert generate(folder, *flags, launcher=("mpirun", "-n", "2", sys.executable)).stdout == expected
 
 
+@pytest.mark.cluster
 def test_standard_input_under_a_launcher(folder: Path, expected: str) -> None:
     command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), TOOL, "--load", "run", *SHORT]
     done = subprocess.run(

@@ -237,6 +237,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+@pytest.mark.faults
 def test_a_process_that_dies_ends_them_all(running) -> None:
     process, ranks, everyone = running
     os.kill(ranks[1], signal.SIGKILL)

@@ -162,6 +162,7 @@ def test_a_hanging_worker_shows_its_stack(own_pool):
     assert re.search(rf'test_pool\.py", line {line} in _sleep_on', message.partition("output of rank 1")[2])
 
 
+@pytest.mark.faults
 def test_workers_leave_when_the_test_run_is_killed(tmp_path: Path):
     (tmp_path / "functions.py").write_text("import os\ndef pid(rank, world_size):\n    return os.getpid()\n")
     script = tmp_path / "run.py"

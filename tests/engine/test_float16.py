@@ -69,7 +69,7 @@ def _plain(rank: int, world_size: int, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "case", [float16(1, 2, 3), float16(2, 1, 1, 2), *rest(float16(1, 2, 1), float16(1, 2, 2))], ids=str
+    "case", [float16(2, 1, 1, 2), *rest(float16(1, 2, 3), float16(1, 2, 1), float16(1, 2, 2))], ids=str
 )
 def test_training_is_near_float32(case: Case, pools: WorkerPools) -> None:
     half, full = pools(case.world_size).run(_losses, case, 6)[0], pools(1).run(_plain, 6)[0]

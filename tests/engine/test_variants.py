@@ -19,7 +19,7 @@ BOUNDS = {"first loss": 1e-6, "gradients": 1e-5, "losses": 1e-5, "first norm": 1
 
 
 @pytest.mark.parametrize(
-    "variant", ["head-split", "transformer", *rest("attn-split", "single-head", "ff-attn", "no-persistent")]
+    "variant", ["transformer", *rest("head-split", "attn-split", "single-head", "ff-attn", "no-persistent")]
 )
 def test_every_zero_stage_equals_plain_training(variant: str, pools: WorkerPools) -> None:
     model = model_of(variant, max_attention_span=80, span_ramp=8, span_loss=1e-4, **dropout_of(variant))

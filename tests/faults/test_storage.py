@@ -59,7 +59,8 @@ def test_a_read_only_folder_is_refused_before_training(runs: Runs) -> None:
     assert "error: --save there/run: cannot be written (Read-only file system); choose another folder" in done.stderr
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("--async-save",), marks=pytest.mark.faults)], ids=str)
+@pytest.mark.faults
+@pytest.mark.parametrize("more", [(), ("--async-save",)], ids=str)
 def test_a_limit_on_files_keeps_the_old_checkpoint(runs: Runs, more: tuple[str, ...]) -> None:
     assert runs.plain(1, 0, "pause@0", "--train-iters", "2").codes == [0]
     command = [sys.executable, FAULTY, "0", "pause@0", *runs.flags(*COMMON, *more, "--load", "run")]

@@ -14,6 +14,7 @@ from megatron_allattn.config import UsageError
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel.groups import single_process_groups
 from megatron_allattn.training.reference import CaseReport
+from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.template import ROOT
 from tests.support.trajectories import groups_of
@@ -89,7 +90,7 @@ def _verify(rank: int, world_size: int, path: str) -> CaseReport:
     return verify_recorded(read_recorded(Path(path), world_size), groups_of(world_size, 1), CPU, torch.float64)
 
 
-@pytest.mark.parametrize("name", ["char", "word"])
+@pytest.mark.parametrize("name", ["char", *rest("word")])
 def test_tensor_parallel(pools: WorkerPools, name: str) -> None:
     for report in pools(2).run(_verify, str(CASES / f"adaptive_span_{name}.pt")):
         check(report, name)

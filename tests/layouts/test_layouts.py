@@ -30,7 +30,6 @@ ALL = [
 ]
 FAST = [
     float32(2, 1, 2, 3, 2, "adagrad"),
-    float32(1, 1, 2, 2, 1, "adam"),
     float32(2, 2, 1, 1, 2, "adam"),
 ]
 PLAIN = [

@@ -173,8 +173,8 @@ FEED_FORWARD = replace(NO_MEMORY, num_layers=4, variant="transformer", feed_forw
     ("model", "ranks", "recompute"),
     [
         (DROPPED, 1, "full"),
-        (replace(SMALL, num_layers=5, position_values="shared", persistent_memory_size=512), 2, "none"),
         *rest(
+            (replace(SMALL, num_layers=5, position_values="shared", persistent_memory_size=512), 2, "none"),
             (DROPPED, 1, "none"),
             (DROPPED, 1, "selective"),
             (replace(SMALL, num_layers=5, adaptive_span=False), 1, "selective"),

@@ -146,10 +146,10 @@ VARIANTS = [
 
 FAST = [
     Trained(deepspeed(tensor=2, sequence=True, shard_caches=True, optimizer="adam"), ADAPTIVE_TIED),
-    Trained(deepspeed(data=2, zero=2, accumulation=2, optimizer="adam")),
     Trained(deepspeed(data=2, zero=3)),
     Trained(deepspeed(pipeline=2, accumulation=4, zero=1, layers=(1, 4)), TIED),
     *rest(
+        Trained(deepspeed(data=2, zero=2, accumulation=2, optimizer="adam")),
         Trained(deepspeed(tensor=2, accumulation=2)),
         Trained(deepspeed(data=2, zero=1, dtype="bfloat16")),
         Trained(deepspeed(tensor=2, zero=1, dtype="float16"), backend="eager"),

@@ -123,7 +123,7 @@ def test_the_curve_with_the_normalization_over_spans(shared: Path) -> None:
     assert report.differences["losses"] > 1e-9
 
 
-@pytest.mark.parametrize("steps", [60])
+@pytest.mark.parametrize("steps", rest(60))
 def test_the_longer_curve(shared: Path, steps: int) -> None:
     """An implementation without the window of the paper's code is 1e-6 away at step 50, one without its 1e-8 more."""
     report = replay(shared / "reference_cases/curve_200_steps.npz", steps=steps)
