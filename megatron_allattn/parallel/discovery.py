@@ -11,11 +11,13 @@ hang the other ranks.
 
 import errno
 import os
+import random
 import re
 import socket
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +29,7 @@ from megatron_allattn.parallel.collectives import PeerFailed
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
-FIRST_JOB_PORT, NUM_JOB_PORTS = 12_000, 20_000  # below the range from which Linux gives out free ports
+PORTS = range(12_000, 32_000)  # below those that Linux gives to any connection that comes first
 
 
 class LaunchError(RuntimeError):
@@ -67,10 +69,12 @@ def discover(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing on this machine listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of PORTS that nothing on this machine uses right now. Raises LaunchError: none was found."""
+    for port in random.SystemRandom().sample(PORTS, 1000):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return port
+    raise LaunchError(f"{host}: no free port from {PORTS[0]} to {PORTS[-1]} was found; set MASTER_PORT to one")
 
 
 def select_device(info: RankInfo) -> torch.device:
@@ -243,7 +247,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         local_world_size=tasks_on_node(per_node, _integer(environ, "SLURM_NODEID", 0)),
         master_addr=address,
-        master_port=_integer(environ, "MASTER_PORT", FIRST_JOB_PORT + (31 * job + step) % NUM_JOB_PORTS),
+        master_port=_integer(environ, "MASTER_PORT", PORTS[(31 * job + step) % len(PORTS)]),
         source="srun",
     )
 

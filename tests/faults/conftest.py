@@ -44,6 +44,11 @@ class Runs:
         with self.started(count, rank, fault, *flags) as programs:
             return ended(programs)
 
+    def succeeds(self, count: int, *flags: str) -> None:
+        """Without a fault."""
+        done = self.plain(count, 0, "pause@0", *flags)
+        assert done.codes == [0] * count, "\n".join(f"{rank.returncode}: {rank.output}" for rank in done.ranks)
+
     @contextmanager
     def started(self, count: int, rank: int, fault: str, *flags: str) -> Iterator[list[Program]]:
         """The same, under way."""

@@ -61,7 +61,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 def saved(data: Path, tmp_path_factory: pytest.TempPathFactory, template) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     runs = Runs(folder, data, template)
-    assert runs.plain(1, 0, "pause@0", *COMMON).codes == [0]
+    runs.succeeds(1, *COMMON)
     return folder / "run"
 
 

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.parallel.discovery import RankInfo, discover, first_host, free_port, select_device, tasks_on_node
+from megatron_allattn.parallel.discovery import (
+    PORTS,
+    RankInfo,
+    discover,
+    first_host,
+    free_port,
+    select_device,
+    tasks_on_node,
+)
 from tests.support.template import ROOT
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "PYTEST_")
@@ -143,6 +151,14 @@ def test_first_host(nodelist: str, host: str):
 def test_a_bad_node_list_is_refused(nodelist: str):
     with pytest.raises(UsageError, match=r"^SLURM_JOB_NODELIST .*: not a list of hosts"):
         first_host(nodelist)
+
+
+def test_a_free_port_is_none_that_a_connection_may_get_first():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in (free_port() for _ in range(50)):
+        assert port in PORTS and port < lowest
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
 
 
 def test_tasks_on_node():
