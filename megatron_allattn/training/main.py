@@ -178,9 +178,10 @@ class _Outcome:
                 (self._folder / OUTCOME).unlink(missing_ok=True)
 
     def of(self, session: Session) -> None:
-        """The start has gone well."""
+        """The start has gone well, and the folder is this run's."""
         self._session = session
         self._folder = session.run.checkpoint.save if session.first_rank else None
+        self.forget()
 
     def write_failure(self, ending: Ending) -> None:
         self.write("guard" if ending.exit_code == NotFinite.exit_code else "failed", ending.message)

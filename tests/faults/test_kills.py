@@ -61,6 +61,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(runs: Runs, layout: s
     assert tensors(runs, "run") == tensors(runs, "whole") != {}
 
 
+@pytest.mark.faults
+def test_what_an_earlier_start_came_to_is_not_taken_for_this_ones(runs: Runs) -> None:
+    """Also where that left nothing but its outcome, and this one begins anew."""
+    (runs.folder / "run").mkdir()
+    (runs.folder / "run/outcome.json").write_text('{"outcome": "stopped", "step": null, "reason": "SIGTERM"}')
+    assert runs.plain(1, 0, "kill@3").codes == [-signal.SIGKILL]
+    assert not (runs.folder / "run/outcome.json").exists()
+
+
 def last_step(run: Path) -> int:
     latest = run / "latest"
     return int(latest.read_text().strip().removeprefix("step_")) if latest.exists() else 0
