@@ -29,6 +29,7 @@ A flag that contradicts the file is an error. A file of somebody else is safe to
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,6 +43,7 @@ if __name__ == "__main__":
 from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
+from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.checkpoint.progress import Progress
@@ -171,10 +173,9 @@ def to_safetensors(saved: SavedRun, output: Path, _: Wanted) -> str:
     return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}, SHA-256 {digest}\n{WEIGHTS_ALONE}"
 
 
-def from_shards(source: Path, output: Path, _: Given) -> str:
-    """Shards of a grid → a run folder; a line that says what it holds."""
-    found = shards.read(source, output)
-    return f"{output}: step {found.step} of {source}"
+def from_described(read: Callable[[Path, Path], Description], source: Path, output: Path, _: Given) -> str:
+    """Shards of a grid, or a universal checkpoint → a run folder; a line that says what it holds."""
+    return f"{output}: step {read(source, output).step} of {source}"
 
 
 def to_shards(saved: SavedRun, output: Path, wanted: Wanted) -> str:
@@ -182,12 +183,6 @@ def to_shards(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     grid = shards.write(saved, output, wanted.parallel)
     step = f"step {saved.state['step']} of {saved.step_folder}"
     return f"{output}: {step} for TP {grid.tensor} × PP {grid.pipeline}\n{NOT_KEPT}"
-
-
-def from_universal(source: Path, output: Path, _: Given) -> str:
-    """A universal checkpoint → a run folder; a line that says what it holds."""
-    found = universal.read(source, output)
-    return f"{output}: step {found.step} of {source}"
 
 
 def to_universal(saved: SavedRun, output: Path, _: Wanted) -> str:
@@ -218,8 +213,8 @@ class Format(NamedTuple):
 FORMATS = {
     adaptive_span.FORMAT: Format(from_adaptive_span, to_adaptive_span),
     single_file.FORMAT: Format(from_safetensors, to_safetensors),
-    shards.FORMAT: Format(from_shards, to_shards),
-    universal.FORMAT: Format(from_universal, to_universal),
+    shards.FORMAT: Format(partial(from_described, shards.read), to_shards),
+    universal.FORMAT: Format(partial(from_described, universal.read), to_universal),
     export.FORMAT: Format(from_huggingface, to_huggingface),
 }
 COMPARE = "--no-compare-logits"

@@ -64,8 +64,7 @@ def plan(fragments: Sequence[Fragment], group: Group, max_bytes: int = DEFAULT_M
 
 def describe(stored: Stored) -> TensorInfo:
     """What a file's header says of it."""
-    shape = stored.logical.shape
-    return TensorInfo(stored.name, DTYPE_NAMES[stored.dtype], shape, prod(shape) * stored.dtype.itemsize)
+    return TensorInfo.of(stored.name, DTYPE_NAMES[stored.dtype], stored.logical.shape)
 
 
 def write(
@@ -78,7 +77,7 @@ def write(
     """
     own, written = {one.stored: one for one in fragments}, {}
     for turn in turns:
-        digests = agree(partial(_write_turn, folder, turn, own, join, group), group, lambda _: 1)
+        digests = agree(partial(_write_turn, folder, turn, own, join, group), group)
         written.update(digests)
     return written
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_allattn.checkpoint.conversion import SavedRun
+from megatron_allattn.checkpoint.conversion import SavedRun, converted_state
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import MODEL_FIELDS, check_fields, read_config
 from megatron_allattn.config import RunConfig, UsageError
@@ -48,6 +48,11 @@ class Description:
             "tokenizer_sha256": self.tokenizer_sha256,
             "progress": self.progress.to_dict(),
         }
+
+    def state(self, progress: Progress, source: dict[str, Any]) -> dict[str, Any]:
+        """state.json of the run folder that is made of it, but for its step; as `converted_state`."""
+        tokenizer = (self.tokenizer, self.tokenizer_sha256)
+        return converted_state(self.run, progress, self.vocab_size, *tokenizer, source)
 
     @classmethod
     def from_dict(cls, path: Path, content: Any) -> Self:

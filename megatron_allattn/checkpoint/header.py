@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_allattn.config.errors import UsageError
 
@@ -37,6 +37,11 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: tuple[int, ...]) -> Self:
+        """A tensor of this type and shape."""
+        return cls(name, dtype, shape, prod(shape) * ITEM_BYTES[dtype])
 
 
 def pack_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:

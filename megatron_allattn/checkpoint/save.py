@@ -57,21 +57,17 @@ def write_step(
 ) -> None:
     """`save` of what was taken before: fragments and `join`, by the heads' placement then. group: of all ranks."""
     first = group.rank == 0
-    temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, group, _code), group)
+    temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, group), group)
     try:
         written = write(temporary, plan(fragments, group), fragments, join, group)
         hashes = {name: digest for part in gather_objects(written, group) for name, digest in part.items()}
-        agree(lambda: _commit(temporary, step, state, hashes) if first else None, group, _code)
+        agree(lambda: _commit(temporary, step, state, hashes) if first else None, group)
     except BaseException as error:
         if first:
             folder.abort(temporary)
         if isinstance(error, StorageError | PeerFailed):  # all ranks are here: nobody ends the run before that is done
             gather_objects(None, group)
         raise
-
-
-def _code(_: BaseException) -> int:
-    return 1
 
 
 def _commit(temporary: Path, step: int, state: dict[str, Any], hashes: dict[str, str]) -> None:

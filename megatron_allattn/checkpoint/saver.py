@@ -93,7 +93,7 @@ class Saver:
         group = self._engine.groups.saving
         check_fragments(fragments, group)
         write_step(self._run_folder, step, fragments, join, state, group)
-        agree(lambda: self._after_commit(self._run_folder, step) if group.rank == 0 else None, group, lambda _: 1)
+        agree(lambda: self._after_commit(self._run_folder, step) if group.rank == 0 else None, group)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

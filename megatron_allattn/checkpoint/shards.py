@@ -11,16 +11,15 @@ several ranks must be the same on all of them to be read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic
-from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo
+from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
@@ -114,13 +113,9 @@ def _write_rank(folder: Path, saved: SavedRun, own: list[LogicalTensor], rank: i
     ):
         if not names:
             continue
-        infos = [_info(name, reader.infos[name].dtype, one.local_shape(parts)) for name, one in names.items()]
+        infos = [TensorInfo.of(name, reader.infos[name].dtype, one.local_shape(parts)) for name, one in names.items()]
         shards = (one.shard(reader.read(name), rank, parts).contiguous() for name, one in names.items())
         write_tensors(folder / f"{file}.safetensors", infos, shards)
-
-
-def _info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    return TensorInfo(name, dtype, shape, prod(shape) * ITEM_BYTES[dtype])
 
 
 class _Shards:
@@ -182,7 +177,7 @@ class _Shards:
         """What `weight`, or `state`, gives."""
         file, full = ("model", name) if state is None else ("optimizer", f"{name}/{state}")
         reader = self._checked(file, full, 0, self.grid.stages_of[name][0], self.logical[name])
-        return _info(full, reader.infos[full].dtype, self.logical[name].shape)
+        return TensorInfo.of(full, reader.infos[full].dtype, self.logical[name].shape)
 
     def _whole(self, file: str, name: str, logical: LogicalTensor) -> Tensor:
         first, *others = (
@@ -222,9 +217,7 @@ def read(source: Path, output: Path) -> Description:
     step, progress = (found.step, found.progress) if states else (0, Progress())
     weights = Tensors([shards.info(name) for name in shards.logical], shards.weight)
     optimizer = Tensors([shards.info(*name.rsplit("/", 1)) for name in states], shards.state)
-    tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    source_of = {"format": FORMAT, "step": found.step}
-    state = converted_state(found.run, progress, found.vocab_size, *tokenizer, source_of)
+    state = found.state(progress, {"format": FORMAT, "step": found.step})
     write_run(output, found.run, step, state, weights, optimizer)
     return found
 

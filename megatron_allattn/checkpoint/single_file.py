@@ -8,7 +8,7 @@ begins at step 0.
 import json
 from pathlib import Path
 
-from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole
 from megatron_allattn.checkpoint.header import read_metadata
@@ -36,9 +36,7 @@ def read(source: Path, output: Path) -> Description:
     weights = TensorReader.of_files(source)
     found = Description.from_text(source, read_metadata(source).get(KEY))
     check_weights(source, weights, found.run.model, found.vocab_size)
-    tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    source_of = {"format": FORMAT, "step": found.step}
-    state = converted_state(found.run, Progress(), found.vocab_size, *tokenizer, source_of)
+    state = found.state(Progress(), {"format": FORMAT, "step": found.step})
     write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
 

@@ -78,7 +78,7 @@ def file_name(prefix: str, number: int) -> str:
 
 def info_of(name: str, tensor: torch.Tensor) -> TensorInfo:
     """What a header says of a tensor."""
-    return TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.element_size())
+    return TensorInfo.of(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

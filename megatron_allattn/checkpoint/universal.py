@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic, write_text_atomic
 from megatron_allattn.checkpoint.pickled import dump, read_pickled
@@ -138,12 +138,11 @@ def read(source: Path, output: Path) -> Description:
         infos = [info_of(name, torch.empty(own[name][1].shape, device="meta")) for name in names]
         return Tensors(infos, lambda name: _read(*own[name]))
 
-    tokenizer = (found.tokenizer, found.tokenizer_sha256)
     expected, updates = found.step - found.progress.skipped, _updates(folder := next(iter(own.values()))[0])
     if updates != expected:
         rule = f"has {updates} updates, its description {expected} at step {found.step}"
         raise usage_error("file", folder / "step.pt", rule, _GIVE)
-    state = converted_state(found.run, found.progress, found.vocab_size, *tokenizer, {"format": FORMAT})
+    state = found.state(found.progress, {"format": FORMAT})
     weights = tensors([name for name, (*_, kind) in own.items() if kind is None])
     optimizer = tensors([name for name, (*_, kind) in own.items() if kind is not None])
     write_run(output, found.run, found.step, state, weights, optimizer)

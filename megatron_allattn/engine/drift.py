@@ -42,7 +42,7 @@ def check_replicas(engine: Engine) -> None:
             versions.setdefault(digest, []).append(rank)
         if len(versions) > 1:
             found.append(f"{name}{part} {_apart(list(versions.values()))}")
-    agree(lambda: _refuse(found), engine.groups.world, lambda _: 1)
+    agree(lambda: _refuse(found), engine.groups.world)
 
 
 def _apart(versions: list[list[int]]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, write_run
+from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import made_whole, storage_errors, sync_file, write_json_atomic
 from megatron_allattn.checkpoint.progress import Progress
@@ -173,8 +173,7 @@ def read(source: Path, output: Path, given: RunConfig) -> Description:
         if (replace(told.run.model, span_loss=model.span_loss), told.vocab_size) == (model, vocab_size):
             found = told
     check_weights(source, weights, model, vocab_size)
-    tokenizer = (found.tokenizer, found.tokenizer_sha256)
-    state = converted_state(found.run, Progress(), vocab_size, *tokenizer, {"format": FORMAT, "step": found.step})
+    state = found.state(Progress(), {"format": FORMAT, "step": found.step})
     write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
 

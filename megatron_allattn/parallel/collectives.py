@@ -107,7 +107,7 @@ class PeerFailed(RuntimeError):
         self.exit_code = exit_code
 
 
-def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int]) -> T:
+def agree(action: Callable[[], T], group: Group, exit_code: Callable[[BaseException], int] = lambda _: 1) -> T:
     """Do something that may fail on some ranks only, and fail on all if it fails on any.
 
     The first rank that fails raises its own error, the others `PeerFailed`, so that exactly one message reaches the

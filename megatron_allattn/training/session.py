@@ -123,13 +123,18 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
+        progress = Progress(
+            tokens=self.tokens,
+            judged=self.judged,
+            skipped=self.engine.skipped,
+            skipped_in_a_row=self.guard.in_a_row,
+            recent_losses=tuple(self.guard.losses),
+            plateau=asdict(self.plateau),
+            loss_scale=self.engine.loss_scale.state() if self.engine.loss_scale else None,
+        )
         return {
-            "tokens": self.tokens,
-            "judged": self.judged,
+            **progress.to_dict(),
             "written_at": self._layout(),
-            "skipped": self.engine.skipped,
-            "skipped_in_a_row": self.guard.in_a_row,
-            "recent_losses": list(self.guard.losses),
             "config": self.run.to_dict(),
             "vocab_size": self.engine.network.vocab_size,
             "tokenizer": self.dataset.tokenizer.to_json(),
@@ -137,8 +142,6 @@ class Session:
             "data_sha256": self.dataset.fingerprint,
             "data": self.streams.state(),
             "cached_length": self.engine.slots[0].length,
-            "plateau": asdict(self.plateau),
-            "loss_scale": self.engine.loss_scale.state() if self.engine.loss_scale else None,
             "versions": {
                 "megatron_allattn": __version__,
                 "python": platform.python_version(),
@@ -156,8 +159,8 @@ class Session:
         """Write a checkpoint of the last step done, or begin to. Raises Drift where replicas differ, NotFinite where
         anything in it is not finite."""
         assert self.saver is not None
-        self.metrics.sync()
         with self.watch.section("in the save", self.run.parallel.save_timeout_minutes):
+            self.metrics.sync()
             self.saver.save(self.step, self.state())
         self.saved = self.step
 

@@ -1,7 +1,5 @@
 """A checkpoint that was trained at TP 2 × PP 2, through tools/convert_checkpoint.py to every format and back."""
 
-import runpy
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,10 @@ from tests.support.commands import TINY, corpus, run_ranks
 from tests.support.pool import WorkerPools
 from tests.support.saved_runs import same_state, same_weights
 from tests.support.template import ROOT, Template
+from tests.support.tools import Tool, in_process
 from tests.support.written import nats, written_nats
 
 GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-Tool = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, template: Template) -> Pat
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """The tool in this process: (exit code, stdout, stderr)."""
-    main = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
+    return in_process(ROOT / "tools" / "convert_checkpoint.py", capsys)
 
 
 @pytest.mark.parametrize(

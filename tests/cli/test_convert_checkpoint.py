@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.support.commands import run_ranks
 from tests.support.pool import WorkerPools
 from tests.support.span_files import SHAPES, assert_equal, content
 from tests.support.template import ROOT, Template
+from tests.support.tools import Tool, in_process
 from tests.support.trajectories import groups_of
 
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
@@ -40,22 +40,10 @@ CHAR, WORD = CASES / "adaptive_span_char.pt", CASES / "adaptive_span_word.pt"
 CPU = torch.device("cpu")
 FROM, TO = ("--from", "adaptive-span"), ("--to", "adaptive-span")
 
-Tool = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """The tool in this process: (exit code, stdout, stderr)."""
-    main = runpy.run_path(str(TOOL))["main"]
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
+    return in_process(TOOL, capsys)
 
 
 def loaded(path: Path) -> dict[str, Any]:

@@ -203,20 +203,29 @@ def test_safetensors_header_of_other_values(tmp_path: Path, count: int) -> None:
     fuzz(json_near(valid), read, count)
 
 
+def a_step(run: Path) -> Path:
+    """A complete one, of one file."""
+    temporary = folder.begin(run, 3)
+    (temporary / "state.json").write_text("{}")
+    return folder.commit(temporary, 3)
+
+
+def write_manifest(step: Path, content: bytes) -> None:
+    """And a marker that fits."""
+    (step / folder.MANIFEST).write_bytes(content)
+    (step / folder.MARKER).write_text(hashlib.sha256(content).hexdigest())
+
+
 @count_of_inputs
 def test_manifest(tmp_path: Path, count: int) -> None:
     """Its marker fits, whatever stands in it; nothing outside its folder is looked at."""
-    temporary = folder.begin(tmp_path, 3)
-    (temporary / "state.json").write_text("{}")
-    step = folder.commit(temporary, 3)
+    step = a_step(tmp_path)
     (tmp_path / "checkpoints" / "outside").write_text("{}")
     valid = json.loads((step / folder.MANIFEST).read_text())
     outside = {"files": {"../outside": {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}}
 
     def read(content: Any) -> None:
-        text = json.dumps(content).encode()
-        (step / folder.MANIFEST).write_bytes(text)
-        (step / folder.MARKER).write_text(hashlib.sha256(text).hexdigest())
+        write_manifest(step, json.dumps(content).encode())
         assert set(folder.verify(step)["files"]) <= {"state.json"}
 
     with pytest.raises(UsageError, match=r"expected names of files in this folder, found '\.\./outside'"):
@@ -226,13 +235,10 @@ def test_manifest(tmp_path: Path, count: int) -> None:
 
 @count_of_inputs
 def test_manifest_of_other_bytes(tmp_path: Path, count: int) -> None:
-    temporary = folder.begin(tmp_path, 3)
-    (temporary / "state.json").write_text("{}")
-    step = folder.commit(temporary, 3)
+    step = a_step(tmp_path)
 
     def read(content: bytes) -> None:
-        (step / folder.MANIFEST).write_bytes(content)
-        (step / folder.MARKER).write_text(hashlib.sha256(content).hexdigest())
+        write_manifest(step, content)
         folder.verify(step)
 
     fuzz(bytes_near((step / folder.MANIFEST).read_bytes()), read, count)
