@@ -47,7 +47,7 @@ test-64: $(READY)
 test-variants: $(READY)
 	$(BIN)/python -m pytest -q -m variants
 
-test-faults: $(READY)
+test-faults: $(READY) system-deps
 	$(BIN)/python -m pytest -q -m faults
 
 test-fuzz: $(READY)
