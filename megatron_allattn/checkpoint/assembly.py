@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_allattn.checkpoint.header import TensorInfo
-from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, cut, file_name, write_tensors
+from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, TensorWriter, cut, file_name
 from megatron_allattn.engine.fragments import KINDS, Fragment, Join, Stored
 from megatron_allattn.parallel.collectives import agree, gather_objects
 from megatron_allattn.parallel.groups import Group
@@ -75,16 +75,21 @@ def write(
     join: of the placement of heads that the fragments have. Raises StorageError on the rank whose file cannot be
     written and PeerFailed on the others, at the end of the turn, in which nobody is left waiting.
     """
-    own, written = {one.stored: one for one in fragments}, {}
-    for turn in turns:
-        digests = agree(partial(_write_turn, folder, turn, own, join, group), group)
-        written.update(digests)
-    return written
+    own = {one.stored: one for one in fragments}
+    with TensorWriter() as writer:
+        for turn in turns:
+            agree(partial(_write_turn, writer, folder, turn, own, join, group), group)
+        return agree(writer.finish, group)
 
 
 def _write_turn(
-    folder: Path, turn: list[PlannedFile], own: dict[Stored, Fragment], join: Join, group: Group
-) -> dict[str, str]:
+    writer: TensorWriter,
+    folder: Path,
+    turn: list[PlannedFile],
+    own: dict[Stored, Fragment],
+    join: Join,
+    group: Group,
+) -> None:
     """One turn of `write`."""
     sending = [
         dist.isend(own[stored].values.cpu(), dst=group.ranks[file.writer], group=group.handle)
@@ -93,19 +98,17 @@ def _write_turn(
         for stored, ranges in file.tensors
         if any(one.rank == group.rank and one.count for one in ranges)
     ]
-    written = {}
     try:
         for file in turn:
             if file.writer == group.rank:
-                written[file.name] = _write_file(folder / file.name, _Tensors(file, own, join, group))
+                _write_file(writer, folder / file.name, _Tensors(file, own, join, group))
     finally:
         _wait(sending)
-    return written
 
 
-def _write_file(path: Path, tensors: "_Tensors") -> str:
+def _write_file(writer: TensorWriter, path: Path, tensors: "_Tensors") -> None:
     try:
-        return write_tensors(path, [describe(stored) for stored, _ in tensors.file.tensors], tensors)
+        writer.write(path, [describe(stored) for stored, _ in tensors.file.tensors], tensors)
     finally:
         tensors.exhaust()
 

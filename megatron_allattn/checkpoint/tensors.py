@@ -8,11 +8,13 @@ held in memory. Values come back bit for bit.
 import hashlib
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -23,6 +25,7 @@ from megatron_allattn.config.errors import UsageError
 T = TypeVar("T")
 DEFAULT_MAX_BYTES = 256 * 2**20
 PIECE_BYTES = 16 * 2**20  # of a tensor that is written at a time, and of a file before the disk begins
+HELD_BYTES = 2 * 2**20  # of tensors that are written and not hashed yet, when the next one is asked for
 DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -50,11 +53,11 @@ def write_files(
     Raises StorageError, which leaves a partial file: the caller removes the whole temporary folder (folder.abort).
     """
     assert re.fullmatch(r"[A-Za-z0-9_]+", prefix), f"prefix {prefix!r}: letters, digits and _ only"
-    hashes = {}
-    for number, part in enumerate(cut(infos, lambda info: info.num_bytes, max_bytes), start=1):
-        tensors = (read(info.name).detach().cpu().contiguous() for info in part)
-        hashes[file_name(prefix, number)] = write_tensors(folder / file_name(prefix, number), part, tensors)
-    return hashes
+    with TensorWriter() as writer:
+        for number, part in enumerate(cut(infos, lambda info: info.num_bytes, max_bytes), start=1):
+            tensors = (read(info.name).detach().cpu().contiguous() for info in part)
+            writer.write(folder / file_name(prefix, number), part, tensors)
+        return writer.finish()
 
 
 def cut(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int) -> list[list[T]]:
@@ -94,53 +97,99 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def write_tensors(
     path: Path, infos: list[TensorInfo], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a new safetensors file and flush it to the disk; its SHA-256.
+    """Write a new safetensors file and flush it to the disk; its SHA-256. As `TensorWriter.write`."""
+    with TensorWriter() as writer:
+        writer.write(path, infos, tensors, metadata)
+        return writer.finish()[path.name]
 
-    metadata: texts for its header; tensors: on the CPU, contiguous, as `infos` describe them, in this order; each is
-    asked for when the one before it is written. Raises StorageError; a partial file is then left.
+
+class TensorWriter:
+    """Writes new safetensors files, one after the other, while one thread hashes and another one flushes to the disk
+    what has been written: each of the three takes about as long.
+
+        with TensorWriter() as writer:
+            writer.write(path, infos, tensors)
+            ...
+            hashes = writer.finish()
     """
-    header = pack_header(infos, metadata)
-    needed = len(header) + sum(info.num_bytes for info in infos)
-    with storage_errors(path, needed), open(path, "xb", buffering=0) as handle, ThreadPoolExecutor(2) as beside:
-        written = _Written(handle, beside)
-        written.add(memoryview(header))
-        for info, tensor in zip(infos, tensors, strict=True):
-            assert info_of(info.name, tensor) == info, f"tensor {info.name}: {tensor.dtype} {tuple(tensor.shape)}"
-            written.add(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return written.finish()
 
+    def __init__(self) -> None:
+        self._hashing, self._flushing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._digests: dict[str, Any] = {}
+        self._unhashed: deque[tuple[Future[None], int]] = deque()  # tensors, with their sizes
+        self._held = self._unflushed = 0  # bytes that are not hashed yet; those of this file that are not flushed
+        self._flushes: list[Future[None]] = []
 
-class _Written:
-    """A file under way: beside its writing it is hashed, which takes about as long, and flushed."""
+    def __enter__(self) -> Self:
+        return self
 
-    def __init__(self, handle: FileIO, beside: Executor) -> None:
-        self._handle, self._beside, self._digest = handle, beside, hashlib.sha256()
-        self._flush: Future[None] | None = None
-        self._unflushed = 0
+    def __exit__(self, *_: object) -> None:
+        self._hashing.shutdown()
+        self._flushing.shutdown()
 
-    def add(self, content: memoryview) -> None:
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            hashed = self._beside.submit(self._digest.update, piece)
-            left = piece
-            while left:
-                left = left[self._handle.write(left) :]
+    def write(
+        self,
+        path: Path,
+        infos: list[TensorInfo],
+        tensors: Iterable[torch.Tensor],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a file, which is whole and on the disk once `finish` has returned.
+
+        metadata: texts for its header; tensors: on the CPU, contiguous, as `infos` describe them, in this order; each
+        is asked for when the one before it is written, and of those before it at most HELD_BYTES are still held.
+        Raises StorageError; a partial file is then left.
+        """
+        header = pack_header(infos, metadata)
+        needed = len(header) + sum(info.num_bytes for info in infos)
+        with storage_errors(path, needed):
+            handle = open(path, "xb", buffering=0)  # noqa: SIM115 — closed by the thread that flushes it
+            try:
+                digest, self._unflushed = hashlib.sha256(), 0
+                self._digests[path.name] = digest
+                flush = partial(_flush, handle, path, needed)
+                self._add(memoryview(header), handle, digest, flush)
+                for info, tensor in zip(infos, tensors, strict=True):
+                    assert info_of(info.name, tensor) == info, f"{info.name}: {tensor.dtype} {tuple(tensor.shape)}"
+                    self._add(tensor.reshape(-1).view(torch.uint8).numpy().data, handle, digest, flush)
+            finally:
+                self._flushes.append(self._flushing.submit(_close, handle, path, needed))
+
+    def finish(self) -> dict[str, str]:
+        """Wait until all files are on the disk; the SHA-256 of each by its name. Raises StorageError."""
+        for flush in self._flushes:
+            flush.result()
+        self._hold(0)
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+    def _add(self, content: memoryview, handle: FileIO, digest: Any, flush: Callable[[], None]) -> None:
+        self._unhashed.append((self._hashing.submit(digest.update, content), len(content)))
+        self._held += len(content)
+        left = content
+        while left:
+            written = handle.write(left[:PIECE_BYTES])
+            left, self._unflushed = left[written:], self._unflushed + written
+            if self._unflushed >= PIECE_BYTES and all(last.done() for last in self._flushes[-1:]):
+                self._flushes.append(self._flushing.submit(flush))
+                self._unflushed = 0
+        self._hold(HELD_BYTES)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Wait until no more than these are still to be hashed."""
+        while self._held > num_bytes:
+            hashed, size = self._unhashed.popleft()
             hashed.result()
-            self._unflushed += len(piece)
-            if self._unflushed >= PIECE_BYTES and (self._flush is None or self._flush.done()):
-                self._flushed()
-                self._flush, self._unflushed = self._beside.submit(os.fdatasync, self._handle.fileno()), 0
+            self._held -= size
 
-    def finish(self) -> str:
-        """Flush the rest; the SHA-256."""
-        self._flushed()
-        os.fsync(self._handle.fileno())
-        return self._digest.hexdigest()
 
-    def _flushed(self) -> None:
-        """Raise what has gone wrong with the last flush."""
-        if self._flush is not None:
-            self._flush.result()
+def _flush(handle: FileIO, path: Path, needed: int) -> None:
+    with storage_errors(path, needed):
+        os.fdatasync(handle.fileno())
+
+
+def _close(handle: FileIO, path: Path, needed: int) -> None:
+    with storage_errors(path, needed), handle:
+        os.fsync(handle.fileno())
 
 
 class TensorReader:

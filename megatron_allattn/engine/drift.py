@@ -30,6 +30,8 @@ def check_replicas(engine: Engine) -> None:
     Raises Drift on the first rank (PeerFailed on the others): it names weights, the ranks that differ from most of
     those that hold them, and how many do; where no version is that of most, the ranks of each.
     """
+    if engine.groups.world.size == 1:  # nobody to compare with
+        return
     own = {key: _digest(tensor) for key, tensor in engine.held()}
     held: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for rank, digests in enumerate(gather_objects(own, engine.groups.world)):

@@ -308,7 +308,8 @@ class Engine(ABC):
         for layer in self.network.part.layers:
             if not cut and layer % tensor.size != tensor.rank:
                 continue
-            own = torch.cat([slot.part(layer) for slot in self.slots])
+            parts = [slot.part(layer) for slot in self.slots]
+            own = torch.cat(parts) if len(parts) > 1 else parts[0]
             shape = (len(own) * self.groups.data.size, own.shape[1], self.network.config.hidden_size)
             logical = LogicalTensor(f"layers.{layer}.cache", shape, 2 if cut else None, Init("constant", 0.0))
             stored = Stored("caches", layer, logical.name, logical, own.dtype)

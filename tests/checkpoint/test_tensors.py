@@ -1,9 +1,13 @@
 """Tensors survive the files bit for bit; the safetensors library itself is the independent reader and writer."""
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
+import time
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,8 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.checkpoint.tensors import TensorReader
+from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.template import ROOT
@@ -111,6 +116,54 @@ def test_memory_is_bounded_by_one_tensor(tmp_path: Path):
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert total > 160 * 2**20 and len(list(tmp_path.iterdir())) == 21
     assert grown < 6 * 2**20, f"{grown:,} bytes for tensors of 4 MiB"
+
+
+def test_tensors_that_are_not_hashed_yet_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However slowly a processor hashes: what is held of written tensors stays bounded, and all of it is hashed."""
+    asked, most = 0, 0
+    lock = threading.Lock()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.hashed, self._digest = -1, sha256()  # -1: the header comes first
+
+        def update(self, content: memoryview) -> None:
+            nonlocal most
+            time.sleep(0.001)
+            with lock:
+                most = max(most, asked - self.hashed)
+                self.hashed += 1
+            self._digest.update(content)
+
+        def hexdigest(self) -> str:
+            return self._digest.hexdigest()
+
+    monkeypatch.setattr("megatron_allattn.checkpoint.tensors.HELD_BYTES", 1000)
+    monkeypatch.setattr("megatron_allattn.checkpoint.tensors.hashlib.sha256", Slow)
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal asked
+        with lock:
+            asked += 1
+        return torch.full((100,), float(name))
+
+    infos = [info_of(str(index), torch.empty(100)) for index in range(50)]
+    found = write_files(tmp_path, "weights", infos, read)
+    content = (tmp_path / "weights-00001.safetensors").read_bytes()
+    assert found == {"weights-00001.safetensors": sha256(content).hexdigest()}
+    assert 2 <= most <= 4, "400 bytes each: two held and the one that is written, beside the one that is being hashed"
+
+
+@pytest.mark.parametrize("name", ["fsync", "fdatasync"])
+def test_a_disk_that_fails_while_it_is_flushed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megatron_allattn.checkpoint.tensors.PIECE_BYTES", 256)
+    monkeypatch.setattr(os, name, fail)
+    tensors = {str(index): torch.ones(100) for index in range(8)}
+    with pytest.raises(StorageError, match=r"weights-0000[1-4]\.safetensors: cannot be written .*bytes needed"):
+        write_tensors_to(tmp_path, "weights", tensors, max_bytes=800)
 
 
 def _two_files(folder: Path) -> list[Path]:
