@@ -31,6 +31,11 @@ class Ended:
     def codes(self) -> list[int]:
         return [rank.returncode for rank in self.ranks]
 
+    @property
+    def said(self) -> str:
+        """Everything, by rank."""
+        return "\n".join(f"{rank.returncode}: {rank.output}" for rank in self.ranks)
+
 
 class Runs:
     """Starts runs whose rank RANK has a fault, at step 3 unless it says when."""
@@ -47,7 +52,7 @@ class Runs:
     def succeeds(self, count: int, *flags: str) -> None:
         """Without a fault."""
         done = self.plain(count, 0, "pause@0", *flags)
-        assert done.codes == [0] * count, "\n".join(f"{rank.returncode}: {rank.output}" for rank in done.ranks)
+        assert done.codes == [0] * count, done.said
 
     @contextmanager
     def started(self, count: int, rank: int, fault: str, *flags: str) -> Iterator[list[Program]]:
@@ -86,12 +91,13 @@ def ended(programs: list[Program]) -> Ended:
     return Ended(ranks, [line for done in ranks for line in errors(done)])
 
 
-def until_step(program: Program, step: int) -> None:
-    """Wait until it has told of this step. AssertionError when it ends before."""
+def until_step(step: int, program: Program, *others: Program) -> None:
+    """Wait until a program has told of this step. AssertionError, with what the others say too, when it ends before."""
     deadline = time.monotonic() + SLACK
     while not re.search(f"step +{step}/", program.stdout):
-        alive = program.process.poll() is None
-        assert alive and time.monotonic() < deadline, f"no step {step}:\n{program.stdout}{program.stderr}"
+        ended = program.process.poll()
+        said = "\n".join(one.stdout + one.stderr for one in (program, *others))
+        assert ended is None and time.monotonic() < deadline, f"no step {step} (code {ended}):\n{said}"
         time.sleep(0.02)
 
 

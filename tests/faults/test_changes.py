@@ -81,7 +81,7 @@ def gone_on(runs: Runs, saved: Path, folder: str, *flags: str, config: dict[str,
         (step / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
     more = ("--train-iters", "6", "--load", folder, "--save", folder, *flags)
     ended = runs.plain(1, 0, "pause@0", *ADAM, *more)
-    assert ended.codes == [0], ended.errors
+    assert ended.codes == [0], ended.said
     return runs.folder / folder
 
 

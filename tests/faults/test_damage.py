@@ -84,7 +84,7 @@ def test_damage_is_named_and_the_step_before_is_taken_only_when_asked(runs: Runs
         "reason": line.removeprefix("error: "),
     }
     ended = runs.plain(1, 0, "pause@0", *more, "--load-fallback", "--keep-latest-k", "1")
-    assert ended.codes == [0]
+    assert ended.codes == [0], ended.said
     output = ended.ranks[0].stdout
     assert "resumed from run/checkpoints/step_00000002\n" in output
     assert re.search(f"{NEWEST}: {file}: {words}", output)
@@ -106,7 +106,7 @@ def test_a_save_that_did_not_end_is_passed_over(runs: Runs, saved: Path) -> None
     shutil.copytree(runs.folder / NEWEST, torn)
     (torn / "COMPLETE").unlink()
     ended = runs.plain(1, 0, "pause@0", *COMMON, "--load", "run")
-    assert ended.codes == [0]
+    assert ended.codes == [0], ended.said
     assert f"resumed from {NEWEST}\n" in ended.ranks[0].stdout
     assert "step_00000006: expected a file COMPLETE, found none (its save did not end)" in ended.ranks[0].stdout
 

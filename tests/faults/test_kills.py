@@ -84,7 +84,7 @@ def test_fifty_kills_at_random_moments_of_saves(runs: Runs) -> None:
     torn, reached = 0, 1
     for life in range(50):
         with runs.started(2, 0, "pause@0", *endless, "--load", "run") as programs:
-            until_step(programs[0], reached)
+            until_step(reached, *programs)
             while not any(run.glob("checkpoints/.step_*")):  # a save has begun
                 time.sleep(0.001)
             time.sleep(random_moment.uniform(0.0, 0.04))

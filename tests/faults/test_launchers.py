@@ -37,7 +37,7 @@ def signalled(runs: Runs, launcher: tuple[list[str], dict[str, str]], number: si
     command, variables = launcher
     env = environment({"PYTHONPATH": str(ROOT)} | variables)
     with Program([*command, *runs.flags(*ENDLESS, *TP2)], runs.folder, env) as program:
-        until_step(program, 4)
+        until_step(4, program)
         program.process.send_signal(number)
         code = program.wait(PATIENCE).returncode
         deadline = time.monotonic() + PATIENCE

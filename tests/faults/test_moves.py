@@ -43,8 +43,7 @@ def test_another_layout_at_every_start(runs: Runs, course: list[tuple[int, tuple
     for number, (count, flags) in enumerate(course):
         last = str((4, 6, 8)[number])
         load = ("--load", "run") if number else ()
-        ended = runs.plain(count, 0, "pause@0", *COMMON, *flags, *load, "--train-iters", last)
-        assert ended.codes == [0] * count
+        runs.succeeds(count, *COMMON, *flags, *load, "--train-iters", last)
     found, expected = losses(runs, "run"), losses(runs, "whole")
     assert [step for step, _ in found] == [step for step, _ in expected] == list(range(1, 9))
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-5)

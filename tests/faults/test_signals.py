@@ -31,7 +31,7 @@ def stopped(
 ) -> Ended:
     """A run of which these ranks get a signal once the first has told of step 4."""
     with runs.started(count, 0, NEVER, *ENDLESS, *flags) as programs:
-        until_step(programs[0], 4)
+        until_step(4, *programs)
         for rank in whom:
             os.kill(programs[rank].process.pid, number)
         return ended(programs)
@@ -85,9 +85,9 @@ def test_one_process_stops_too(runs: Runs) -> None:
 def test_nohup_is_heeded(runs: Runs) -> None:
     command = ["nohup", sys.executable, str(ROOT / "pretrain.py"), *runs.flags(*ENDLESS)]
     with Program(command, runs.folder, environment(PATH)) as program:
-        until_step(program, 2)
+        until_step(2, program)
         os.kill(program.process.pid, signal.SIGHUP)
-        until_step(program, 2 + len(re.findall("step +[0-9]+/", program.stdout)))
+        until_step(2 + len(re.findall("step +[0-9]+/", program.stdout)), program)
         os.kill(program.process.pid, signal.SIGTERM)
         assert program.wait().returncode == 3
     assert outcome(runs.folder / "run")["reason"] == "SIGTERM"
@@ -102,7 +102,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs)
     """The evaluation of step 4 is broken off; its record comes from the second start, and all else is the same."""
     slow = ("--eval-interval", "4", "--train-iters", "8", "--save-interval", "2")
     with runs.started(2, 0, "pause@evaluation", *slow, *TP2) as programs:
-        until_step(programs[0], 4)
+        until_step(4, *programs)
         os.kill(programs[1].process.pid, signal.SIGTERM)
         end = ended(programs)
     assert check(runs, end, "SIGTERM") == 4
@@ -115,7 +115,7 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_run_that_goes_on(runs: Runs)
 
 def test_a_signal_in_a_save(runs: Runs) -> None:
     with runs.started(2, 1, "pause@save", *ENDLESS, *TP2, "--save-interval", "3") as programs:
-        until_step(programs[0], 3)
+        until_step(3, *programs)
         os.kill(programs[0].process.pid, signal.SIGUSR1)
         end = ended(programs)
     assert check(runs, end, "SIGUSR1") in (3, 4)
@@ -124,7 +124,7 @@ def test_a_signal_in_a_save(runs: Runs) -> None:
 @pytest.mark.faults
 def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
     with runs.started(2, 1, "stall@5", *ENDLESS, *TP2, "--stop-deadline-minutes", "0.1") as programs:
-        until_step(programs[0], 4)
+        until_step(4, *programs)
         os.kill(programs[0].process.pid, signal.SIGTERM)
         end = ended(programs)
     assert end.codes[0] == 143
@@ -138,7 +138,7 @@ def test_a_run_that_does_not_stop_in_its_time_is_ended(runs: Runs) -> None:
 @pytest.mark.faults
 def test_a_signal_where_a_rank_is_gone_is_answered_at_once(runs: Runs) -> None:
     with runs.started(2, 1, "freeze@5", *ENDLESS, *TP2) as programs:
-        until_step(programs[0], 4)
+        until_step(4, *programs)
         os.kill(programs[0].process.pid, signal.SIGTERM)
         assert programs[0].wait(60.0).returncode == 143
         assert "error: rank 1 is gone: rank 0 got SIGTERM and had not stopped after 5 s in the " in programs[0].stderr
