@@ -57,6 +57,7 @@ def main() -> None:
             if handle is None:
                 _run(*request)
             _work(Connection(handle), *request)
+        codes.pop(pid, None)  # of an earlier child: the system gives the same numbers again and again
         if handle is not None:
             os.close(handle)
         pipe.send(pid)
