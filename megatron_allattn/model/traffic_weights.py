@@ -35,9 +35,7 @@ Act = tuple[Literal["fetch", "release"], nn.Module]
 def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     """Enter what a step gathers; settings: of `zero_settings`."""
     network, parts = place.network, place.layout.data_size
-    small = [one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]]
-    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
-    coordinator = _Coordinator(acts, set(small), settings)
+    coordinator, small = _coordinator(place, settings)
     spans = network.span_parameters()  # read before the step, one by one, and given up again
     gathered = [[one] for one in spans if one not in coordinator.there]
     coordinator.there -= set(spans)
@@ -49,18 +47,33 @@ def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> Non
         ledger.add("data", "all_gather", size * place.element)
 
 
-def most_gathered(place: Place, settings: dict[str, Any]) -> int:
-    """The most elements of weights that are whole at a time, without the small ones that stay, and with the message in
-    which the last of them have come."""
+def gathered_sizes(place: Place, settings: dict[str, Any]) -> tuple[int, int]:
+    """Elements of small weights that stay whole, as they are after a micro-batch, and the most elements of others that
+    are whole at a time, with the message in which the last of them have come.
+
+    What has come alone fills its message, which is padded; of what has come together each has been cut out.
+    """
     network, parts = place.network, place.layout.data_size
+
+    def padded(weights: Iterable[nn.Parameter]) -> int:
+        return sum(padded_share(one.numel(), parts) * parts for one in weights)
+
+    coordinator, small = _coordinator(place, settings)
+    spans = {one for one in network.span_parameters() if one in coordinator.there}
+    coordinator.there -= spans
+    stay, most = padded(small - spans), 0
+    for weights in coordinator.micro_batch():
+        stay += sum(one.numel() if len(weights) > 1 else padded([one]) for one in spans.intersection(weights))
+        most = max(most, padded(coordinator.there - small) + (padded(weights) if len(weights) > 1 else 0))
+    return stay, most
+
+
+def _coordinator(place: Place, settings: dict[str, Any]) -> tuple["_Coordinator", set[nn.Parameter]]:
+    """As it is after an update, and the small weights, which are there."""
+    network = place.network
     small = {one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]}
     acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
-    coordinator, most = _Coordinator(acts, set(small), settings), 0
-    for weights in coordinator.micro_batch():
-        message = sum(padded_share(one.numel(), parts) * parts for one in weights)
-        there = sum(padded_share(one.numel(), parts) * parts for one in coordinator.there - small)
-        most = max(most, there + (message if len(weights) > 1 else 0))
-    return most
+    return _Coordinator(acts, set(small), settings), small
 
 
 def _events(module: nn.Module) -> Iterator[Event]:

@@ -8,11 +8,11 @@ elements of the rank's parameters, e bytes of an element, P ranks of the data gr
     1      W'·e                (1 + moments)·W'/P·4      W·e                            Q·e
     2      W'·e                (1 + moments)·W'/P·4      Q·e, twice from the second     Q·e
                                                          micro-batch on
-    3      W"/P·e, and small   moments·W"/P·4, and in    W"/P·e, always                 W"/P·e
-           ones whole          half precision masters
+    3      W"/P·e, and small   (1 + moments)·W"/P·4      W"/P·e, always                 W"/P·e
+           ones whole
 
 W' has each parameter group rounded up to 2·P, W" each tensor to P. Q is the whole of every tensor of which the rank
-updates any part, so it differs from replica to replica. In float32 stages 1 and 2 have masters too; stage 3 has not.
+updates any part, so it differs from replica to replica. There are masters in float32 too.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from typing import Any
 from megatron_allattn.config import usage_error
 from megatron_allattn.model.traffic import FLOAT, Place
 from megatron_allattn.model.traffic_update import WHOLE_BUCKET, ParameterGroup, optimizer_groups, zero_settings
-from megatron_allattn.model.traffic_weights import most_gathered
+from megatron_allattn.model.traffic_weights import gathered_sizes
 from megatron_allattn.parallel.layout import padded_share
 
 
@@ -32,9 +32,9 @@ class States:
 
     gradients: after the last backward; gradients_of_all: of all parameters · partial: what ZeRO 2 and 3 keep of the
     gradients that other parts of the network have completed, in the first micro-batch and in later ones; 0 where whole
-    gradients stay · buckets: of the reduction, while there are gradients (at stage 3 always); reduction: what is at work
-    in it beside them · gathered: weights that ZeRO 3 has whole at a time, messages included · reduce, update: gradients
-    and buffers in the two phases after the last backward.
+    gradients stay · buckets: of the reduction, while there are gradients (at stage 3 always); reduction: what is at
+    work in it beside them · gathered: weights that ZeRO 3 has whole at a time, messages included · reduce, update:
+    gradients and buffers in the two phases after the last backward.
     """
 
     stage: int
@@ -130,38 +130,37 @@ def _optimizer_cut(place: Place, settings: dict[str, Any], groups: Sequence[Para
 
 
 def _touched(group: ParameterGroup, share: int, rank: int) -> int:
-    """Elements of the tensors of a group of which elements [rank, rank + 1) · share have any."""
+    """Elements of the tensors of a group of which elements [rank, rank + 1) · share have any, and of the zeros that
+    fill these up behind the last tensor."""
     start, total = 0, 0
     for gradient in group.gradients.values():
         stop = start + gradient.numel
         if start < (rank + 1) * share and stop > rank * share:
             total += gradient.numel
         start = stop
-    return total
+    return total + min(share, max(0, (rank + 1) * share - start))
 
 
 def _all_cut(place: Place, settings: dict[str, Any], groups: Sequence[ParameterGroup]) -> States:
     parts, element = place.layout.data_size, place.element
     sizes = [one.numel for group in groups for one in group.gradients.values()]
     shares = sum(padded_share(size, parts) for size in sizes)
-    small = settings["stage3_param_persistence_threshold"]
-    stay = sum(padded_share(size, parts) * parts for size in sizes if size <= small)
+    stay, most = gathered_sizes(place, settings)
     bucket, largest = settings["reduce_bucket_size"], max(sizes)
     reduction = min(sum(sizes), max(bucket, largest)) * element
     group = max(sum(padded_share(one.numel, parts) for one in group.gradients.values()) for group in groups)
     copies = group * element + group * FLOAT * (place.half + _decayed(place))
-    masters = 1 if place.half else 0
     return States(
         stage=3,
         element=element,
         weights=(shares + stay) * element,
-        optimizer=(masters + _moments(place)) * shares * FLOAT,
+        optimizer=(1 + _moments(place)) * shares * FLOAT,
         gradients=shares * element,
         gradients_of_all=sum(sizes) * element,
         partial=(shares * element, shares * element),
         buckets=bucket * element,
         reduction=reduction,
-        gathered=most_gathered(place, settings) * element,
+        gathered=most * element,
         reduce=(shares * element, bucket * element + reduction),
         update=(shares * element, bucket * element + copies),
     )
