@@ -152,6 +152,7 @@ def step_traffic(
     cache_lengths: Sequence[int] = (),
     tail_targets: int = 0,
     parts: Sequence[Part] | None = None,
+    place: Place | None = None,
 ) -> Ledger:
     """The messages that a rank exchanges in a training step with DeepSpeed, by group and operation: those of
     `Engine.spans`, `forward_backward` and `update` together.
@@ -164,21 +165,26 @@ def step_traffic(
         tail_targets: with an adaptive softmax, how many of this replica's targets in the step are in a cluster after
             the first.
         parts: what every stage of a pipeline holds, by default as a new run deals the layers.
+        place: of that rank, where it is known already.
 
     Raises UsageError for a DeepSpeed JSON whose traffic is not known.
     """
     if run.parallel.shard_caches and len(cache_lengths) != run.model.num_layers:
         raise ValueError(f"cache_lengths {list(cache_lengths)}: {run.model.num_layers} layers need one each")
-    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    layout = Layout.from_world(world_size, *sizes)
-    if parts is None:
-        reach = first_reach(run.model)
-        parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
-    place = Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
-    ledger = Ledger(layout, rank)
+    place = place or place_of(run, vocab_size, world_size, rank, parts)
+    ledger = Ledger(place.layout, rank)
     enter_passes(ledger, place, cache_lengths, tail_targets)
     enter_update(ledger, place, zero_settings(place))
     return ledger
+
+
+def place_of(run: RunConfig, vocab_size: int, world_size: int, rank: int, parts: Sequence[Part] | None = None) -> Place:
+    """A rank and what its stage holds, by default as a new run deals the layers."""
+    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    layout = Layout.from_world(world_size, *sizes)
+    if parts is None:
+        parts = stage_parts(run.parallel, run.model, vocab_size, first_reach(run.model), run.training.seq_length)
+    return Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
 
 
 def _update_elements(network: Network, run: RunConfig) -> int:

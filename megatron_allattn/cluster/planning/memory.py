@@ -12,15 +12,14 @@ from megatron_allattn.cluster.planning.devices import Device, Precision
 from megatron_allattn.cluster.planning.states import states_of
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.kernels.registry import TRITON_HEAD_SIZES
+from megatron_allattn.model.accounting import place_of
 from megatron_allattn.model.activation_backends import blocked_scratch
 from megatron_allattn.model.activation_shapes import Backend, Shape
 from megatron_allattn.model.network import Part
-from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import cache_length, window_of_reach
 from megatron_allattn.model.step_memory import flight_of, layers_of, step_parts, step_phases
 from megatron_allattn.model.traffic import Place
 from megatron_allattn.model.work import usual_cluster_tokens
-from megatron_allattn.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,6 @@ def rank_memory(
     """
     place = place_of(run, vocab_size, world_size, rank, parts)
     return max(memory_phases(place, look_back, device, cluster_tokens), key=lambda phase: phase.total)
-
-
-def place_of(run: RunConfig, vocab_size: int, world_size: int, rank: int, parts: Sequence[Part] | None = None) -> Place:
-    """A rank and what its stage holds."""
-    parallel = run.parallel
-    layout = Layout.from_world(world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    if parts is None:
-        parts = stage_parts(parallel, run.model, vocab_size, first_reach(run.model), run.training.seq_length)
-    return Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
 
 
 def memory_phases(
