@@ -88,7 +88,7 @@ class Cluster:
         env = environment(
             {"SLURM_CONF": str(self._conf), MARK: self.mark, "PYTHONPATH": str(ROOT)} | dict(variables or {})
         )
-        words = [*self._inside("controller"), f"--wd={folder}", *command]
+        words = [*self.inside("controller"), f"--wd={folder}", *command]
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return (done.stdout + (done.stderr if code else "")).strip()
@@ -145,7 +145,7 @@ class Cluster:
         self._processes[node] = self._started(node, "unshare", *kinds, "bash", "-c", script)
         first = self._first_process(node)
         wire = CABLE.format(number=number, first=first)
-        subprocess.run([*self._inside("controller"), "bash", "-ec", wire], check=True, capture_output=True)
+        subprocess.run([*self.inside("controller"), "bash", "-ec", wire], check=True, capture_output=True)
 
     def crash_controller(self) -> None:
         """slurmctld is gone, as by kill -9; nodes go on."""
@@ -154,7 +154,7 @@ class Cluster:
     def start_controller(self) -> None:
         """Start slurmctld, which takes up what it knew."""
         command = ("slurmctld", "-D", "-f", str(self._conf))
-        self._processes["slurmctld"] = self._started("slurmctld", *self._inside("controller"), *command)
+        self._processes["slurmctld"] = self._started("slurmctld", *self.inside("controller"), *command)
         self.until(
             lambda: "is UP" in self._asked("scontrol", "ping"), BOOT_SECONDS, lambda: "slurmctld does not come up"
         )
@@ -230,9 +230,10 @@ class Cluster:
                 cwd=self._state, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def _inside(self, name: str) -> list[str]:
-        """What brings a command into the controller's namespaces."""
-        return ["nsenter", f"--target={self._processes[name].pid}", "--mount", "--uts", "--net"]
+    def inside(self, name: str) -> list[str]:
+        """What brings a command into the namespaces of a node, or of `controller`."""
+        pid = self._first_process(name) if name in self.nodes else self._processes[name].pid
+        return ["nsenter", f"--target={pid}", "--mount", "--uts", "--net"]
 
     def _first_process(self, node: str) -> int:
         """Process 1 of a node, as this machine counts it."""

@@ -181,11 +181,13 @@ def _set_aside(run_folder: Path, life: Path) -> None:
 
 
 def _needs(job: arguments.Submitted) -> list[str]:
-    """Files that every node must see: the program, and the data that are there on this one."""
+    """Files that every node must see: the program, and the data (the first file of them, where none is here)."""
     prefix, root = job.run.data.data_path, Path(__file__).resolve().parents[3]
-    suffixes = (".json", ".bin", ".idx", "_train.bin", "_train.idx")
-    data = [f"{prefix}{suffix}" for suffix in suffixes if prefix and os.path.exists(f"{prefix}{suffix}")]
-    return [str(root / "pretrain.py"), *data]
+    if prefix is None:
+        return [str(root / "pretrain.py")]
+    names = [f"{prefix}{suffix}" for suffix in (".json", ".bin", ".idx", "_train.bin", "_train.idx")]
+    first = names[0] if job.run.data.tokenizer_type is None else names[1]
+    return [str(root / "pretrain.py"), *([name for name in names if os.path.exists(name)] or [first])]
 
 
 def _write_words(path: Path, words: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """On which nodes a life trains, after each of them was looked at (tools/preflight.py --local).
 
 Bad nodes are left out where there are as many good ones as the job needs (SPARE_NODES); else the job is requeued
-without them. A fault that most nodes have is no node's (cluster/nodes/compare.py): the job ends with it, and so it does where
-leaving out nodes has not helped.
+without them. A fault that most nodes have is no node's (cluster/nodes/compare.py): the job ends with it, and so it does
+where leaving out nodes has not helped.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ with the node on which its batch script ran. `next_action` is the whole policy, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -133,11 +134,11 @@ class History:
         ends = {record["life"]: record for record in records if record["kind"] == "end"}
         begins = [record for record in records if record["kind"] == "begin"]
         found = []
-        for begin, following in zip(begins, [*begins[1:], None], strict=True):
-            number = begin["life"]
-            lost_at = begin["step"] if following is None else following["step"]
-            lost = {"how": "lost", "step": lost_at, "reason": "the node of its batch script was lost", "excluded": []}
-            end = ends.get(number, lost if following is not None else None)
+        for begin, following in zip_longest(begins, begins[1:]):
+            end = ends.get(begin["life"])
+            if end is None and following is not None:
+                reason = "the node of its batch script was lost"
+                end = {"how": "lost", "step": following["step"], "reason": reason, "excluded": []}
             if begin["job"] == job and end is not None:
                 found.append(_life(begin, end))
         return found
@@ -151,15 +152,17 @@ class History:
 
     def _records(self) -> list[dict[str, Any]]:
         records = read_json_lines(self._path)
-        fix = "move it away, and lives are counted from 1 again"
-        for record in records:
-            kinds = {"begin": ("job", "restart"), "end": ("how", "reason", "excluded")}
-            missing = [
-                name for name in ("life", "step", *kinds.get(record.get("kind", ""), ("kind",))) if name not in record
-            ]
-            if missing or (record["kind"] == "end" and record["how"] not in get_args(How)):
-                raise usage_error("file", self._path, "holds what is no record of a life", fix)
+        if not all(_is_record(record) for record in records):
+            fix = "move it away, and lives are counted from 1 again"
+            raise usage_error("file", self._path, "holds what is no record of a life", fix)
         return records
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    if record.get("kind") == "begin":
+        return {"life", "step", "job", "restart"} <= record.keys()
+    wanted = {"life", "step", "how", "reason", "excluded"}
+    return record.get("kind") == "end" and wanted <= record.keys() and record["how"] in get_args(How)
 
 
 def _life(begin: dict[str, Any], end: dict[str, Any]) -> Life:

@@ -9,6 +9,7 @@ of what was measured in the run folder (training/pace.py). Before anything was m
 `DEFAULT`: the ten minutes that --stop-deadline-minutes leaves a run for the same, and a minute for SLURM.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Measured:
     @property
     def margin(self) -> int:
         """Seconds, a whole number of minutes."""
-        return 60 * -(-int(2 * (self.save + self.step) + CLOCK + 0.5) // 60)
+        return 60 * math.ceil((2 * (self.save + self.step) + CLOCK) / 60)
 
     @property
     def told(self) -> str:
