@@ -1,1 +1,1 @@
-"""From one machine to many: planning, rehearsal, jobs and the check of nodes."""
+"""What a cluster needs before, around and between runs: plans, rehearsals without it, fit nodes, SLURM jobs."""
