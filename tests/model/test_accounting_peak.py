@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_allattn.benchmark.tensor_bytes import profiled_peak
 from megatron_allattn.config import (
     ModelConfig,
     OptimizerConfig,
@@ -21,7 +22,6 @@ from megatron_allattn.kernels.registry import BACKENDS
 from megatron_allattn.model.accounting import peak_step_bytes, step_phases
 from megatron_allattn.model.network import Network
 from tests.support.layouts import rest
-from tests.support.memory import profiled_peak
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import groups_of
 
