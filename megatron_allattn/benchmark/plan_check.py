@@ -122,7 +122,7 @@ def predict(case: CheckCase, device: Device) -> tuple[RankMemory, StepTime, int]
     """Memory, time and the operations of a step."""
     place = place_of(case.run, case.vocab_size, 1, 0)
     memory = max(memory_phases(place, case.reach, device), key=lambda phase: phase.total)
-    ledger = step_traffic(case.run, case.vocab_size, 1, place=place)
+    ledger = step_traffic(case.run, case.vocab_size, 1)
     states = states_of(place)
     state = states.weights + states.gradients + states.optimizer
     stage = stage_time(place, case.reach, device, ledger, 1, state)

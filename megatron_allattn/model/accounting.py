@@ -152,7 +152,6 @@ def step_traffic(
     cache_lengths: Sequence[int] = (),
     tail_targets: int = 0,
     parts: Sequence[Part] | None = None,
-    place: Place | None = None,
 ) -> Ledger:
     """The messages that a rank exchanges in a training step with DeepSpeed, by group and operation: those of
     `Engine.spans`, `forward_backward` and `update` together.
@@ -165,15 +164,28 @@ def step_traffic(
         tail_targets: with an adaptive softmax, how many of this replica's targets in the step are in a cluster after
             the first.
         parts: what every stage of a pipeline holds, by default as a new run deals the layers.
-        place: of that rank, where it is known already.
 
     Raises UsageError for a DeepSpeed JSON whose traffic is not known.
     """
+    place = place_of(run, vocab_size, world_size, rank, parts)
+    ledger = passes_traffic(place, cache_lengths, tail_targets)
+    ledger.include(update_traffic(place))
+    return ledger
+
+
+def passes_traffic(place: Place, cache_lengths: Sequence[int] = (), tail_targets: int = 0) -> Ledger:
+    """Of `step_traffic`, what forward and backward passes send."""
+    run = place.run
     if run.parallel.shard_caches and len(cache_lengths) != run.model.num_layers:
         raise ValueError(f"cache_lengths {list(cache_lengths)}: {run.model.num_layers} layers need one each")
-    place = place or place_of(run, vocab_size, world_size, rank, parts)
-    ledger = Ledger(place.layout, rank)
+    ledger = Ledger(place.layout, place.rank)
     enter_passes(ledger, place, cache_lengths, tail_targets)
+    return ledger
+
+
+def update_traffic(place: Place) -> Ledger:
+    """Of `step_traffic`, the reduction of gradients, the update, and weights that ZeRO 3 gathers."""
+    ledger = Ledger(place.layout, place.rank)
     enter_update(ledger, place, zero_settings(place))
     return ledger
 

@@ -35,7 +35,7 @@ def grow(planner: Planner, candidate: Candidate, points: int = POINTS) -> list[P
         low, high, part = (start, task.look_back, share) if share < 1 else (task.look_back, whole, share - 1)
         reach = _between(low, high, part)
         there = planner.at(reach)
-        one = there.look(candidate.choice)
+        one = there.look(candidate.choice, candidate.run)
         timed = there.timed(one)
         assert one.memory is not None and timed.time is not None
         heads = [span for layer in reach for span in layer]

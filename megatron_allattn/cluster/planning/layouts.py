@@ -76,14 +76,18 @@ def legal_layouts(
 
     explicit: flags that the user gave ("--zero-stage"), whose values stay.
     """
-    return [choice.apply(run) for choice in choices(run, nodes, gpus_per_node, explicit)]
+    return list(choices(run, nodes, gpus_per_node, explicit).values())
 
 
-def choices(run: RunConfig, nodes: int, gpus_per_node: int, explicit: frozenset[str] = frozenset()) -> list[Choice]:
-    """The same as what was chosen. A tensor group within a node comes before one that crosses nodes."""
+def choices(
+    run: RunConfig, nodes: int, gpus_per_node: int, explicit: frozenset[str] = frozenset()
+) -> dict[Choice, RunConfig]:
+    """The same by what was chosen. A tensor group within a node comes before one that crosses nodes."""
     world_size = nodes * gpus_per_node
-    found = [one for one in _all(run, world_size, explicit) if _legal(one, run, world_size, explicit)]
-    return sorted(found, key=lambda one: gpus_per_node % one.tensor_model_parallel_size != 0)
+    found = {one: _laid(one, run, world_size, explicit) for one in _all(run, world_size, explicit)}
+    legal = {one: laid for one, laid in found.items() if laid is not None}
+    order = sorted(legal, key=lambda one: gpus_per_node % one.tensor_model_parallel_size != 0)
+    return {one: legal[one] for one in order}
 
 
 def _all(run: RunConfig, world_size: int, explicit: frozenset[str]) -> Iterator[Choice]:
@@ -94,6 +98,7 @@ def _all(run: RunConfig, world_size: int, explicit: frozenset[str]) -> Iterator[
         section = run.parallel if hasattr(run.parallel, name) else run.training
         return [getattr(section, name)] if fixed(name) else values
 
+    half = run.training.bf16 or run.training.fp16
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     micro = [
         size for size in range(1, run.training.global_batch_size + 1) if run.training.global_batch_size % size == 0
@@ -104,7 +109,9 @@ def _all(run: RunConfig, world_size: int, explicit: frozenset[str]) -> Iterator[
         if world_size % (tensor * pipeline) or pipeline > run.model.num_layers:
             continue
         replicas = world_size // (tensor * pipeline)
-        stages = [0] if replicas == 1 else [1] if pipeline > 1 else [1, 2, 3]
+        # of one replica there is nothing to cut; in half precision stage 0 runs as 1
+        stages = [1] if pipeline > 1 else [1, 2, 3]
+        stages = [0] if replicas == 1 else stages if half else [0, *stages]
         yes_and_no = [False, True] if tensor > 1 else [False]
         for zero, sequence, share, size, again in product(
             of("zero_stage", stages),
@@ -117,12 +124,13 @@ def _all(run: RunConfig, world_size: int, explicit: frozenset[str]) -> Iterator[
                 yield Choice(tensor, pipeline, zero, sequence, share, size, again)
 
 
-def _legal(choice: Choice, run: RunConfig, world_size: int, explicit: frozenset[str]) -> bool:
+def _laid(choice: Choice, run: RunConfig, world_size: int, explicit: frozenset[str]) -> RunConfig | None:
+    """The run with a choice, None where that is not legal."""
     try:
         laid = choice.apply(run)
         check_run(laid, explicit)
         check_world(laid, world_size)
     except UsageError:
-        return False
+        return None
     eager = laid.training.attention_backend == "eager"
-    return not (eager and laid.training.recompute_granularity == "selective")
+    return None if eager and laid.training.recompute_granularity == "selective" else laid

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_allattn.cluster.planning.devices import Device, Precision
-from megatron_allattn.cluster.planning.states import states_of
+from megatron_allattn.cluster.planning.states import States, states_of
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.kernels.registry import TRITON_HEAD_SIZES
 from megatron_allattn.model.accounting import place_of
@@ -79,10 +79,14 @@ def rank_memory(
 
 
 def memory_phases(
-    place: Place, look_back: Sequence[Sequence[int]], device: Device, cluster_tokens: Sequence[int] = ()
+    place: Place,
+    look_back: Sequence[Sequence[int]],
+    device: Device,
+    cluster_tokens: Sequence[int] = (),
+    states: States | None = None,
 ) -> list[RankMemory]:
-    """Every phase of a step in order; the arguments are those of `rank_memory`."""
-    run, states, element = place.run, states_of(place), place.element
+    """Every phase of a step in order; the arguments are those of `rank_memory`. states: of `states_of`, if known."""
+    run, states, element = place.run, states or states_of(place), place.element
     model, layout = run.model, place.layout
     shape = _shape(place)
     windows = [window_of_reach(max(layer), model.max_attention_span) for layer in look_back]

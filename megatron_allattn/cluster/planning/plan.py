@@ -13,11 +13,11 @@ from megatron_allattn.cluster.planning.devices import Device
 from megatron_allattn.cluster.planning.layouts import Choice, choices
 from megatron_allattn.cluster.planning.links import Sent, by_link
 from megatron_allattn.cluster.planning.memory import RankMemory, memory_phases
-from megatron_allattn.cluster.planning.states import states_of
+from megatron_allattn.cluster.planning.states import States, states_of
 from megatron_allattn.cluster.planning.step_time import StepTime, stage_time, step_time
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model.accounting import step_traffic
+from megatron_allattn.model.accounting import passes_traffic, update_traffic
 from megatron_allattn.model.network import Network, Part
 from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import cache_length, window_of_reach
@@ -25,6 +25,7 @@ from megatron_allattn.model.traffic import Place
 from megatron_allattn.model.work import usual_cluster_tokens
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -81,45 +82,44 @@ class Planner:
         self.device = task.device.of_node(task.gpus_per_node)
         self._networks: dict[tuple[int, Part, bool], Network] = {}
         self._parts: dict[int, list[Part]] = {}
+        self._states: dict[tuple, States] = {}
+        self._updates: dict[tuple, Ledger] = {}
 
     def at(self, look_back: tuple[tuple[int, ...], ...]) -> "Planner":
         """The same, when heads look so far."""
         other = Planner(replace(self.task, look_back=look_back))
         other._networks, other._parts = self._networks, self._parts
+        other._states, other._updates = self._states, self._updates
         return other
 
     def candidates(self) -> list[Candidate]:
         """All, those that run first and the fastest of them before others, then those that were refused, the nearest
         to the device's memory before others."""
         task = self.task
-        groups: dict[Choice, list[Choice]] = {}
-        for choice in choices(task.run, task.nodes, task.gpus_per_node, task.explicit):
-            groups.setdefault(replace(choice, recompute_granularity="none"), []).append(choice)
+        groups: dict[Choice, list[tuple[Choice, RunConfig]]] = {}
+        for choice, run in choices(task.run, task.nodes, task.gpus_per_node, task.explicit).items():
+            groups.setdefault(replace(choice, recompute_granularity="none"), []).append((choice, run))
         found = [self.best_of(group) for group in groups.values()]
         return sorted(found, key=lambda one: (one.time is None, one.time.total if one.time else _over(one)))
 
-    def best_of(self, group: Sequence[Choice]) -> Candidate:
+    def best_of(self, group: Sequence[tuple[Choice, RunConfig]]) -> Candidate:
         """The first that fits, in the order none, selective, full; else the last."""
         last = None
-        for choice in group:
-            last = self.look(choice)
+        for choice, run in group:
+            last = self.look(choice, run)
             if last.refused is None:
                 return self.timed(last)
         assert last is not None
         return last
 
-    def look(self, choice: Choice) -> Candidate:
+    def look(self, choice: Choice, run: RunConfig) -> Candidate:
         """Its memory, and whether that fits."""
-        task, run = self.task, choice.apply(self.task.run)
         places = self.places(run)
         shape = places[0]
         limit = self.device.memory_bytes
         common = (choice, run, shape.layout.data_size, shape.slots)
         try:
-            peaks = [
-                max(memory_phases(place, task.look_back, self.device), key=lambda phase: phase.total)
-                for place in places
-            ]
+            peaks = [max(self.phases(place), key=lambda phase: phase.total) for place in places]
         except UsageError as error:
             return Candidate(*common, None, 0, limit, refused=str(error))
         stage = max(range(len(peaks)), key=lambda one: peaks[one].total)
@@ -133,16 +133,9 @@ class Planner:
         stages, most = [], dict[str, Sent]()
         try:
             for place in self.places(run):
-                ledger = step_traffic(
-                    run,
-                    task.vocab_size,
-                    task.world_size,
-                    place.rank,
-                    cache_lengths=self.cache_lengths(run),
-                    tail_targets=self.tail_targets(place),
-                    place=place,
-                )
-                states = states_of(place)
+                ledger = passes_traffic(place, self.cache_lengths(run), self.tail_targets(place))
+                ledger.include(self.update(place))
+                states = self.states(place)
                 state = states.weights + states.gradients + states.optimizer
                 stages.append(stage_time(place, task.look_back, task.device, ledger, task.gpus_per_node, state))
                 links = by_link(ledger, place.layout, place.rank, task.gpus_per_node)
@@ -153,6 +146,29 @@ class Planner:
             return replace(candidate, time=step_time(stages, candidate.slots), sent=most)
         except UsageError as error:
             return replace(candidate, refused=str(error))
+
+    def phases(self, place: Place) -> list[RankMemory]:
+        """Of a step of this rank."""
+        return memory_phases(place, self.task.look_back, self.device, states=self.states(place))
+
+    def states(self, place: Place) -> States:
+        """They depend on neither micro-batches nor spans."""
+        key = self._key(place)
+        if key not in self._states:
+            self._states[key] = states_of(place)
+        return self._states[key]
+
+    def update(self, place: Place) -> Ledger:
+        """Nor does what an update sends, but for the number of micro-batches after which ZeRO 2 and 3 reduce."""
+        key = (*self._key(place), place.slots if place.run.parallel.zero_stage > 1 else 1)
+        if key not in self._updates:
+            self._updates[key] = update_traffic(place)
+        return self._updates[key]
+
+    @staticmethod
+    def _key(place: Place) -> tuple:
+        again = place.run.training.recompute_granularity == "full" and place.run.parallel.zero_stage == 3
+        return place.layout, place.rank, place.part, place.run.parallel.zero_stage, again
 
     def places(self, run: RunConfig) -> list[Place]:
         """The rank of every stage whose heads look farthest."""
