@@ -135,7 +135,7 @@ def step_phases(
 
     phases = {}
     for phase in step_kinds(parts, Flight(batch.accumulation_steps)):
-        gradients = (total if phase.again else 0) + phase.done + phase.own
+        gradients = (total + phase.waiting if phase.again else phase.done) + phase.own
         phases[phase.name] = always + phase.activations + gradients
     if batch.data_parallel_size > 1:
         phases["average"] = always + 3 * total

@@ -20,14 +20,16 @@ from megatron_allattn.model.span import cache_length
 class Phase:
     """Elements at the fullest moment of a part's forward or backward.
 
-    activations: what autograd keeps of all parts and all micro-batches in flight, and what is at work; done: gradients
-    that other parts of this micro-batch have completed; own: this part's; again: whether an earlier micro-batch's
-    gradients are there.
+    backward: which of the two; activations: what autograd keeps of all parts and all micro-batches in flight, and what
+    is at work; done: gradients of other parts of this micro-batch; waiting: those of them to which a part has yet to add
+    (tied weights); own: this part's; again: whether an earlier micro-batch's gradients are there.
     """
 
     name: str
+    backward: bool
     activations: int
     done: int = 0
+    waiting: int = 0
     own: int = 0
     again: bool = False
 
@@ -38,8 +40,9 @@ class Flight:
 
     slots: micro-batches of a step; most: of them in flight at a time · received: of each, until its gradient is sent;
     receiving: the most while it comes in · sent: of each that waits for its backward (negative: less than autograd
-    keeps of its own) · through: during a whole backward, restored output and gradient · restoring: the most while they
-    are put together · buffers: in which messages come, for good.
+    keeps of its own) · through: during a whole backward, the gradient that has come · restoring: the most while it and
+    the output are put together · output: what was given to the next stage or the loss, which stays when autograd needs
+    it no more · buffers: in which messages come, for good.
     """
 
     slots: int
@@ -49,6 +52,7 @@ class Flight:
     sent: int = 0
     through: int = 0
     restoring: int = 0
+    output: int = 0
     buffers: int = 0
 
 
@@ -60,7 +64,7 @@ def flight_of(stage: int, stages: int, slots: int, shape: Shape, hidden_size: in
     most, whole, own = min(stages - stage, slots), shape.tokens * hidden_size, shape.own * hidden_size
     if shape.ranks == 1 or shape.cut:  # a rank's own positions, as they are: what has come in, and a copy
         ends = 0 if first else 2 * own, 0 if first else 2 * own
-        return Flight(slots, most, *ends, through=own, buffers=own * ((not first) + (not last)))
+        return Flight(slots, most, *ends, output=own, buffers=own * ((not first) + (not last)))
     part = whole // shape.ranks  # each rank sends a part, and the receivers put them together
     return Flight(
         slots,
@@ -68,8 +72,9 @@ def flight_of(stage: int, stages: int, slots: int, shape: Shape, hidden_size: in
         received=0 if first else whole,
         receiving=0 if first else 2 * whole + 2 * part,
         sent=0 if last else part - whole,
-        through=whole if last else 2 * whole,
+        through=0 if last else whole,
         restoring=0 if last else 3 * whole,
+        output=whole,
         buffers=part * ((not first) + (not last)),
     )
 
@@ -137,20 +142,23 @@ def step_phases(parts: Sequence[Part], flight: Flight) -> Iterator[Phase]:
     live = flight.buffers + (flight.most - 1) * (kept + flight.sent)
     again = flight.slots > flight.most
     if flight.receiving:
-        yield Phase("receive", live + flight.receiving, again=again)
+        yield Phase("receive", False, live + flight.receiving, again=again)
     live += flight.received
     for part in parts:
-        yield Phase(f"{part.name} forward", live + part.forward, again=again)
+        yield Phase(f"{part.name} forward", False, live + part.forward, again=again)
         live += part.kept
-    again, done = flight.slots > 1, 0
+    again, done, waiting = flight.slots > 1, 0, 0
     if flight.restoring:
-        yield Phase("restore", live + flight.sent + flight.restoring, again=again)
+        yield Phase("restore", True, live + flight.sent + flight.restoring, again=again)
     live += flight.through
+    output = flight.output
     for part in reversed(parts):
         live -= part.kept
         working = live + part.backward - part.gradients
-        yield Phase(f"{part.name} backward", working, done, part.gradients, again)
-        done += part.unfinished if again else part.gradients
+        yield Phase(f"{part.name} backward", True, working, done, waiting, part.gradients, again)
+        done, waiting = done + part.gradients, waiting + part.unfinished
+        if part.name.startswith("layer"):  # the last one's result was its own until here
+            live, output = live + output, 0
 
 
 def numel(module: torch.nn.Module) -> int:

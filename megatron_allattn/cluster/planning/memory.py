@@ -102,11 +102,8 @@ def memory_phases(
     scratch = _scratch(place, shape, own, windows, backend, device)
     found = []
     for phase in step_phases(parts, flight):
-        backward = bool(phase.own) or phase.again
-        gradients = states.gradients_in(phase.done, phase.own, again=phase.again, backward=bool(phase.own))
-        buffers = scratch + states.gathered + (states.buckets if backward else 0) + states.reduction * backward
-        if states.stage == 3 and not backward:
-            buffers += states.buckets
+        gradients = states.gradients_in(phase)
+        buffers = scratch + states.gathered + states.buffers_in(phase)
         activations = phase.activations * element
         found.append(RankMemory(states.weights, gradients, states.optimizer, caches, activations, buffers, phase.name))
     inputs = flight.buffers * element

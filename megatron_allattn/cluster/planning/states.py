@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_allattn.config import usage_error
+from megatron_allattn.model.step_memory import Phase
 from megatron_allattn.model.traffic import FLOAT, Place
 from megatron_allattn.model.traffic_update import WHOLE_BUCKET, ParameterGroup, optimizer_groups, zero_settings
 from megatron_allattn.model.traffic_weights import gathered_sizes
@@ -30,11 +31,9 @@ from megatron_allattn.parallel.layout import padded_share
 class States:
     """Bytes on a rank.
 
-    gradients: after the last backward; gradients_of_all: of all parameters · partial: what ZeRO 2 and 3 keep of the
-    gradients that other parts of the network have completed, in the first micro-batch and in later ones; 0 where whole
-    gradients stay · buckets: of the reduction, while there are gradients (at stage 3 always); reduction: what is at
-    work in it beside them · gathered: weights that ZeRO 3 has whole at a time, messages included · reduce, update:
-    gradients and buffers in the two phases after the last backward.
+    gradients: after the last backward; gradients_of_all: of all parameters · buckets: of the reduction; reduction: what
+    is at work in it beside them while ZeRO 2 and 3 reduce in backward · gathered: weights that ZeRO 3 has whole at a
+    time, messages included · reduce, update: gradients and buffers in the two phases after the last backward.
     """
 
     stage: int
@@ -43,20 +42,27 @@ class States:
     optimizer: int
     gradients: int
     gradients_of_all: int
-    partial: tuple[int, int]
     buckets: int
     reduction: int
     gathered: int
     reduce: tuple[int, int]
     update: tuple[int, int]
 
-    def gradients_in(self, done: int, own: int, *, again: bool, backward: bool) -> int:
-        """Bytes of gradients while a part of the network is at work that has `own` elements of them, when others have
-        completed `done`. again: an earlier micro-batch's are there."""
+    def gradients_in(self, phase: Phase) -> int:
+        """Bytes of gradients while a part of the network is at work."""
         if self.stage < 2:
-            return (self.gradients_of_all if again else done * self.element) + own * self.element
-        kept = self.partial[1 if again else 0] if backward else self.partial[0] if again or self.stage == 3 else 0
-        return kept + own * self.element
+            there = self.gradients_of_all + phase.waiting * self.element
+            return (there if phase.again else phase.done * self.element) + phase.own * self.element
+        times = (
+            1 if self.stage == 3 else phase.backward + phase.again
+        )  # ZeRO 2 adds those of a micro-batch to the others
+        return self.gradients * times + (phase.waiting + phase.own) * self.element
+
+    def buffers_in(self, phase: Phase) -> int:
+        """Bytes of what the reduction has then: a bucket that ZeRO 1 keeps from the first backward on, ZeRO 2 makes for
+        each, and ZeRO 3 has always."""
+        there = {0: False, 1: phase.backward or phase.again, 2: phase.backward, 3: True}[self.stage]
+        return self.buckets * there + self.reduction * phase.backward
 
 
 def states_of(place: Place) -> States:
@@ -91,7 +97,6 @@ def _whole(place: Place, settings: dict[str, Any], groups: Sequence[ParameterGro
         optimizer=_moments(place) * total,
         gradients=total,
         gradients_of_all=total,
-        partial=(0, 0),
         buckets=0,
         reduction=0,
         gathered=0,
@@ -112,7 +117,7 @@ def _optimizer_cut(place: Place, settings: dict[str, Any], groups: Sequence[Para
     share = max(flat) // parts  # of the group with the largest
     copies = share * element + share * FLOAT * (place.half + _decayed(place))
     # before the reduction stage 1 has all gradients; then they move into buckets, and this rank's into their own memory
-    at_end = (whole, buckets + own + bucket * pipeline) if stage == 1 else (2 * own, buckets + reduction)
+    at_end = (whole, buckets + own + bucket * pipeline) if stage == 1 else (own, buckets)
     return States(
         stage=stage,
         element=element,
@@ -120,7 +125,6 @@ def _optimizer_cut(place: Place, settings: dict[str, Any], groups: Sequence[Para
         optimizer=(1 + _moments(place)) * sum(flat) // parts * FLOAT,
         gradients=own,
         gradients_of_all=whole,
-        partial=(own, 2 * own) if stage == 2 else (0, 0),
         buckets=buckets,
         reduction=reduction if stage == 2 else 0,
         gathered=0,
@@ -157,10 +161,9 @@ def _all_cut(place: Place, settings: dict[str, Any], groups: Sequence[ParameterG
         optimizer=(1 + _moments(place)) * shares * FLOAT,
         gradients=shares * element,
         gradients_of_all=sum(sizes) * element,
-        partial=(shares * element, shares * element),
         buckets=bucket * element,
         reduction=reduction,
         gathered=most * element,
-        reduce=(shares * element, bucket * element + reduction),
+        reduce=(shares * element, bucket * element),
         update=(shares * element, bucket * element + copies),
     )
