@@ -21,8 +21,8 @@ class Phase:
     """Elements at the fullest moment of a part's forward or backward.
 
     backward: which of the two; activations: what autograd keeps of all parts and all micro-batches in flight, and what
-    is at work; done: gradients of other parts of this micro-batch; waiting: those of them to which a part has yet to add
-    (tied weights); own: this part's; again: whether an earlier micro-batch's gradients are there.
+    is at work; done: gradients of other parts of this micro-batch; waiting: those of them to which a part has yet to
+    add (tied weights); own: this part's; again: whether an earlier micro-batch's gradients are there.
     """
 
     name: str
