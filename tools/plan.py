@@ -114,7 +114,8 @@ def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit
     if shown:
         print(*report.table(shown), sep="\n")
         print(f"{len(running)} layouts fit, {len(shown)} are shown; times are predictions (docs/planning.md)")
-    print(*report.refusals(found, 5), sep="\n")
+    for line in report.refusals(found, 5):
+        print(line)
     if options.json is not None:
         _write(options.json, json.dumps(report.as_json(task, found), indent=1) + "\n")
     if not found:

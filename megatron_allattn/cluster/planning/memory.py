@@ -6,11 +6,12 @@ other small tensors, what the device's driver and libraries take, and what an al
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
 from megatron_allattn.cluster.planning.devices import Device, Precision
 from megatron_allattn.cluster.planning.states import States, states_of
-from megatron_allattn.config import RunConfig, usage_error
+from megatron_allattn.config import ModelConfig, RunConfig, usage_error
 from megatron_allattn.kernels.registry import TRITON_HEAD_SIZES
 from megatron_allattn.model.accounting import place_of
 from megatron_allattn.model.activation_backends import blocked_scratch
@@ -146,7 +147,13 @@ def _scratch(
     model = place.run.model
     whole = model.adaptive_span and model.span_normalization == "window"
     longest = max(windows[layer] for layer in place.part.layers) if whole else max(map(max, look_back))
-    return blocked_scratch(model, shape, longest, compiled=device.shared) * shape.element
+    return _blocked_scratch(model, replace(shape, cut=False), longest, device.shared) * shape.element
+
+
+@cache
+def _blocked_scratch(model: ModelConfig, shape: Shape, longest: int, compiled: bool) -> int:
+    """`blocked_scratch`, which takes a while, of all layouts of one shape."""
+    return blocked_scratch(model, shape, longest, compiled=compiled)
 
 
 def backend_on(run: RunConfig, device: Device) -> Backend:

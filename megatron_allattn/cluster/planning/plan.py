@@ -80,7 +80,7 @@ class Planner:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.device = task.device.of_node(task.gpus_per_node)
-        self._networks: dict[tuple[int, Part, bool], Network] = {}
+        self._networks: dict[tuple[int, Part], Network] = {}
         self._parts: dict[int, list[Part]] = {}
         self._states: dict[tuple, States] = {}
         self._updates: dict[tuple, Ledger] = {}
@@ -193,7 +193,7 @@ class Planner:
     def network(self, run: RunConfig, part: Part) -> Network:
         """A stage's parameters, which are those of all of its ranks in size."""
         ranks = run.parallel.tensor_model_parallel_size
-        key = ranks, part, run.parallel.sequence_parallel
+        key = ranks, part
         if key not in self._networks:
             with torch.device("meta"):
                 group = Group(tuple(range(ranks)), 0, None)
