@@ -138,7 +138,6 @@ def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit
 def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any) -> None:
     """The files of --write."""
     from megatron_allattn.cluster.jobs.script import JobOptions, write_job  # noqa: PLC0415  (with torch)
-
     from megatron_allattn.cluster.planning import files  # noqa: PLC0415
 
     folder = options.write.resolve()
