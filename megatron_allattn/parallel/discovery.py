@@ -236,6 +236,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, size_name)
     job, step = _integer(environ, "SLURM_JOB_ID", 0), _integer(environ, "SLURM_STEP_ID", 0)
+    restart = _integer(environ, "SLURM_RESTART_COUNT", 0)  # ranks of the life before may still hold their port
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR"))
     if not address:
@@ -247,7 +248,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         local_world_size=tasks_on_node(per_node, _integer(environ, "SLURM_NODEID", 0)),
         master_addr=address,
-        master_port=_integer(environ, "MASTER_PORT", PORTS[(31 * job + step) % len(PORTS)]),
+        master_port=_integer(environ, "MASTER_PORT", PORTS[(31 * job + 7 * restart + step) % len(PORTS)]),
         source="srun",
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
+from megatron_allattn.checkpoint.folder import OUTCOME
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS
@@ -32,7 +33,6 @@ from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
 STOPPED = 3  # exit code
-OUTCOME = "outcome.json"
 SAVING_SLACK_SECONDS = 30.0
 """How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 

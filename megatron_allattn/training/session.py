@@ -42,6 +42,7 @@ from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
+from megatron_allattn.training.pace import record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
     UNKNOWN_TOKENS,
@@ -266,7 +267,8 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
     if kept.save is None:
         return None
 
-    def retain(run_folder: Path, step: int) -> None:
+    def retain(run_folder: Path, step: int, seconds: float) -> None:
+        record_save(run_folder, step, seconds, engine.groups.world.size)
         if kept.keep_latest_k:
             folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
 
