@@ -1,1 +1,1 @@
-"""What is known of a job before it is queued, and what a cluster needs to run it."""
+"""From one machine to many: planning, rehearsal, jobs and the check of nodes."""

@@ -68,6 +68,20 @@ def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> Non
         enter_gather(ledger, place, weights)
 
 
+def most_gathered(place: Place, settings: dict[str, Any]) -> int:
+    """The most elements of weights that are whole at a time, without the small ones that stay, and with the message in
+    which the last of them have come."""
+    network, parts = place.network, place.layout.data_size
+    small = {one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]}
+    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
+    coordinator, most = _Coordinator(acts, set(small), settings), 0
+    for weights in coordinator.micro_batch():
+        message = sum(padded_share(one.numel(), parts) * parts for one in weights)
+        there = sum(padded_share(one.numel(), parts) * parts for one in coordinator.there - small)
+        most = max(most, there + (message if len(weights) > 1 else 0))
+    return most
+
+
 def _events(module: nn.Module) -> Iterator[Event]:
     """A forward pass."""
     yield "begin", module
