@@ -48,8 +48,7 @@ class Call:
     @property
     def place(self) -> str:
         """Where in the step, in words."""
-        slot = [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
-        return ", ".join([*slot, *(part for part in (self.direction, self.module) if part)])
+        return _place(self.micro_batch, self.direction, self.module)
 
     @property
     def what(self) -> str:
@@ -72,11 +71,9 @@ class Script:
         """Calls inside are of this micro-batch and direction; gives a list that has them afterwards."""
         before, first, own = (self._micro_batch, self._direction), len(self.calls), list[Call]()
         self._micro_batch, self._direction = micro_batch, direction
-        try:
-            yield own
-        finally:
-            self._micro_batch, self._direction = before
-            own += self.calls[first:]
+        yield own  # where it fails the place stays, to be told
+        self._micro_batch, self._direction = before
+        own += self.calls[first:]
 
     def enter(
         self, group: str, operation: str, tensor: Tensor, *, times: int = 1, module: str = "", towards: int = 0
@@ -106,6 +103,16 @@ class Script:
         """Write down a call of which no more is known than is said."""
         place = self._micro_batch, self._direction
         self.calls.append(Call(group, operation, num_bytes, shape, dtype, *place, module, towards))
+
+    @property
+    def place(self) -> str:
+        """Where in the step the rank is, in words."""
+        return _place(self._micro_batch, self._direction, self.module_now())
+
+
+def _place(micro_batch: int | None, direction: str, module: str) -> str:
+    slot = [] if micro_batch is None else [f"micro-batch {micro_batch}"]
+    return ", ".join([*slot, *(part for part in (direction, module) if part)])
 
 
 class _Done:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_allattn.cluster.rehearsal.replay import Mismatch, describe
+from megatron_allattn.cluster.rehearsal.mismatch import Mismatch, describe
 from megatron_allattn.cluster.rehearsal.roles import Role
 from megatron_allattn.config import RunConfig
 from megatron_allattn.model.network import Part, logical_tensors

@@ -30,7 +30,7 @@ class Places:
                 if kind == "layers" and layer:
                     name = ".".join([kind, str(network.part.layers[int(layer)]), *([part] if part else [])])
                 module.register_forward_pre_hook(partial(self._begin, name))
-                module.register_forward_hook(self._end, always_call=True)
+                module.register_forward_hook(self._end)  # not where it fails: there it stays
 
     def now(self) -> str:
         """The name of the module at work."""

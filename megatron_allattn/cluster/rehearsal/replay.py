@@ -11,16 +11,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_allattn.config.errors import UsageError
+from megatron_allattn.cluster.rehearsal.mismatch import Mismatch, describe
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.ledger import groups_by_name
 from megatron_allattn.parallel.silent import Call
 
 SHOWN = 4  # ranks in a message
-
-
-class Mismatch(UsageError):
-    """The step would fail or hang; the message names ranks and places."""
 
 
 @dataclass
@@ -31,17 +27,6 @@ class Counts:
     between_stages: int = 0
     calls: int = 0
     groups: set[tuple[int, ...]] = field(default_factory=set)
-
-
-def describe(layout: Layout, rank: int) -> str:
-    """A rank and where it stands: rank 5 (tensor 1, data 1, stage 0), without what there is one of."""
-    axes = [
-        (layout.tensor_size, f"tensor {layout.tensor_rank(rank)}"),
-        (layout.data_size, f"data {layout.data_rank(rank)}"),
-        (layout.pipeline_size, f"stage {layout.pipeline_rank(rank)}"),
-    ]
-    where = [text for size, text in axes if size > 1]
-    return f"rank {rank}" + (f" ({', '.join(where)})" if where else "")
 
 
 def replay(layout: Layout, calls: Mapping[int, Sequence[Call]]) -> Counts:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_allattn.cluster.rehearsal.mismatch import Mismatch, describe
 from megatron_allattn.cluster.rehearsal.pipeline import RehearsedStage
 from megatron_allattn.cluster.rehearsal.rank import RehearsedRank
 from megatron_allattn.cluster.rehearsal.update import Update
-from megatron_allattn.config import RunConfig
+from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.kernels import eager, outline
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.network import Network, Part
@@ -29,12 +30,15 @@ from megatron_allattn.parallel.silent import Call, Script, silent_groups
 class Role:
     """What one rank of a role has built and called.
 
-    without_gradient: by micro-batch, the weights that its backward pass gives none.
+    ran: how many of its `slots` micro-batches have run; without_gradient: by micro-batch, the weights that its backward
+    pass gives none.
     """
 
     rank: int
     network: Network
     calls: tuple[Call, ...]
+    slots: int
+    ran: int
     without_gradient: dict[int, list[str]]
 
 
@@ -46,18 +50,27 @@ def rehearse_role(
     Of the micro-batches the first and the last run; the others are taken to call what these do, unless the two differ:
     then all of them run.
 
-    Raises UsageError for a DeepSpeed JSON whose traffic is not known.
+    Raises Mismatch where its code fails, with the place; UsageError for a DeepSpeed JSON whose traffic is not known.
     """
     for every in (False, True):
-        ran = _run(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)], every)
-        ran.rehearse(cached)
+        script = Script()
+        try:
+            ran = _build(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)], script, every)
+            ran.rehearse(cached)
+        except UsageError:
+            raise
+        except (RuntimeError, ValueError, AssertionError) as error:
+            place = f" ({script.place})" if script.place else ""
+            rule = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise Mismatch(f"{describe(layout, rank)} fails{place}: {rule}") from error
         if every or ran.alike:
             break
-    return Role(rank, ran.network, tuple(ran.script.calls), ran.without_gradient)
+    return Role(rank, ran.network, tuple(script.calls), ran.num_slots, len(ran.real), ran.without_gradient)
 
 
-def _run(run: RunConfig, vocab_size: int, layout: Layout, rank: int, part: Part, every: bool) -> RehearsedRank:
-    script = Script()
+def _build(
+    run: RunConfig, vocab_size: int, layout: Layout, rank: int, part: Part, script: Script, every: bool
+) -> RehearsedRank:
     groups = silent_groups(layout, rank, script)
     attend = eager.attend if run.training.attention_backend == "eager" else outline.attend
     with torch.device("meta"):
