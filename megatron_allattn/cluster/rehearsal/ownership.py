@@ -44,10 +44,13 @@ def check_ownership(
         if strange := sorted(held[place] - known):
             raise Mismatch(f"{describe(layout, role.rank)} holds {strange[0]}, which the network does not have")
     for logical in whole:
+        stages = _stages(logical, run, parts)
+        if not stages or (logical.name.startswith("layers.") and len(stages) > 1):
+            raise Mismatch(f"{logical.name}: {len(stages)} of {len(parts)} stages have its layer, and one must")
         for stage in range(layout.pipeline_size):
             shards = [roles[tensor, stage] for tensor in range(layout.tensor_size)]
             holders = [role for tensor, role in enumerate(shards) if logical.name in held[tensor, stage]]
-            _check_holders(logical, layout, shards, holders, belongs=_belongs(logical, run, parts, stage))
+            _check_holders(logical, layout, shards, holders, belongs=stage in stages)
             if holders and logical.shard_dim is not None:
                 _check_rows(logical, holders)
     return Owned(len(whole), sum(logical.numel for logical in whole))
@@ -97,12 +100,13 @@ def _check_rows(logical: LogicalTensor, holders: Sequence[Role]) -> None:
         raise Mismatch(f"{logical.name}: row {row} of {count} is on {int(times[row])} of {ranks}, and must be on one")
 
 
-def _belongs(logical: LogicalTensor, run: RunConfig, parts: Sequence[Part], stage: int) -> bool:
-    """Whether the layout has a tensor on a stage."""
+def _stages(logical: LogicalTensor, run: RunConfig, parts: Sequence[Part]) -> set[int]:
+    """The stages on which the layout has a tensor."""
     kind, _, rest = logical.name.partition(".")
-    last = len(parts) - 1
+    last, tied = len(parts) - 1, not run.model.untie_embeddings_and_output_weights
     if kind == "layers":
-        return int(rest.partition(".")[0]) in parts[stage].layers
+        layer = int(rest.partition(".")[0])
+        return {stage for stage, part in enumerate(parts) if layer in part.layers}
     if kind == "embedding":
-        return stage == 0 or (stage == last and not run.model.untie_embeddings_and_output_weights)
-    return stage == last if kind == "output" else True
+        return {0, last} if tied else {0}
+    return {last} if kind == "output" else set(range(len(parts)))

@@ -27,7 +27,7 @@ SEND_BACK, RECEIVE_BACK = message("send", BACK), message("recv", ONWARD)
 def test_what_meets_is_counted_once() -> None:
     counts = replay(STAGES, {0: [SEND, RECEIVE_BACK], 1: [RECEIVE, SEND_BACK]})
     assert (counts.collectives, counts.between_stages, counts.calls, counts.groups) == (0, 2, 4, {(0, 1)})
-    counts = replay(GRID, dict.fromkeys(range(8), [FIRST, replace(FIRST, group="world")]))
+    counts = replay(GRID, {rank: [FIRST, replace(FIRST, group="world")] for rank in range(8)})
     assert (counts.collectives, counts.between_stages, counts.calls, len(counts.groups)) == (5, 0, 16, 5)
 
 
@@ -78,7 +78,7 @@ def test_stages_that_both_send_wait_for_ever() -> None:
 
 
 def test_a_neighbour_that_expects_another_size_is_named() -> None:
-    with pytest.raises(Mismatch, match="rank 1 .* calls recv of 32 bytes from rank 0"):
+    with pytest.raises(Mismatch, match=r"rank 1 .* calls recv of 32 bytes from rank 0"):
         replay(STAGES, {0: [SEND], 1: [message("recv", BACK, size=32)]})
 
 
@@ -86,7 +86,9 @@ def test_two_groups_in_another_order_wait_for_ever() -> None:
     """Ranks 0 and 3 begin with their tensor group, 1 and 2 with their data group: a circle."""
     layout, data = Layout(tensor_size=2, data_size=2), replace(FIRST, group="data")
     calls = {0: [FIRST, data], 1: [data, FIRST], 2: [data, FIRST], 3: [FIRST, data]}
-    with pytest.raises(Mismatch, match="rank 0 .* in the group tensor 0, 1 .* waits for ever for rank 1, while rank 1"):
+    with pytest.raises(
+        Mismatch, match=r"rank 0 .* in the group tensor 0, 1 .* waits for ever for rank 1, while rank 1"
+    ):
         replay(layout, calls)
 
 
