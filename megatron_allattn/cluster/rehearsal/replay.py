@@ -87,8 +87,7 @@ class _Replay:
             if one.towards and (one.operation, other.operation) != ("send", "recv"):
                 raise Mismatch(f"{self._says(first, one)}, and {self._says(rank, other)}: one must send, one receive")
             if _given(one) != _given(other):
-                rule = "they would wait for each other, or take each other's for another"
-                raise Mismatch(f"{self._odd(members, come)}: {rule}")
+                raise Mismatch(f"{self._odd(members, come)}: a step would hang, or take one for the other")
         counts = self._counts
         counts.calls += len(members)
         counts.between_stages += bool(come[first].towards)
