@@ -9,6 +9,7 @@ was made to the first, so that in backward weights are fetched as modules have e
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -32,18 +33,37 @@ Event = tuple[Literal["begin", "end"], nn.Module]
 Act = tuple[Literal["fetch", "release"], nn.Module]
 
 
-def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
-    """Enter what a step gathers; settings: of `zero_settings`."""
-    network, parts = place.network, place.layout.data_size
+@dataclass(frozen=True)
+class Gathers:
+    """The weights that each message gathers: before the step, in each micro-batch, after the update."""
+
+    before: list[list[nn.Parameter]]
+    micro_batches: list[list[list[nn.Parameter]]]
+    after: list[list[nn.Parameter]]
+
+
+def gathers(place: Place, settings: dict[str, Any]) -> Gathers:
+    """What a step gathers; settings: of `zero_settings`."""
+    network = place.network
     coordinator, small = _coordinator(place, settings)
     spans = network.span_parameters()  # read before the step, one by one, and given up again
-    gathered = [[one] for one in spans if one not in coordinator.there]
+    before = [[one] for one in spans if one not in coordinator.there]
     coordinator.there -= set(spans)
-    gathered += coordinator.micro_batches(place.slots)
-    gathered += [[one] for one in small]  # after the update
-    for weights in gathered:
-        size = sum(padded_share(one.numel(), parts) * parts for one in weights)
-        ledger.add("data", "all_gather", size * place.element)
+    micro_batches = coordinator.micro_batches(place.slots)
+    return Gathers(before, micro_batches, [[one] for one in network.parameters() if one in small])
+
+
+def enter_gather(ledger: Ledger, place: Place, weights: Iterable[nn.Parameter]) -> None:
+    """Enter a message that gathers these."""
+    parts = place.layout.data_size
+    ledger.add("data", "all_gather", sum(padded_share(one.numel(), parts) * parts for one in weights) * place.element)
+
+
+def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
+    """Enter all that a step gathers."""
+    of = gathers(place, settings)
+    for weights in [*of.before, *(one for micro_batch in of.micro_batches for one in micro_batch), *of.after]:
+        enter_gather(ledger, place, weights)
 
 
 def gathered_sizes(place: Place, settings: dict[str, Any]) -> tuple[int, int]:
@@ -117,15 +137,14 @@ class _Coordinator:
         self.there = set(small)
         self._kept: dict[tuple[nn.Module, int], set[nn.Parameter]] = {}  # what is not given up, as first decided
 
-    def micro_batches(self, count: int) -> list[list[nn.Parameter]]:
-        """What `count` of them gather. One that begins as the one before it gathers the same."""
-        gathered: list[list[nn.Parameter]] = []
-        before, last = None, list[list[nn.Parameter]]()
+    def micro_batches(self, count: int) -> list[list[list[nn.Parameter]]]:
+        """What each of `count` gathers. One that begins as the one before it gathers the same."""
+        gathered: list[list[list[nn.Parameter]]] = []
+        before = None
         for _ in range(count):
             state = frozenset(self.there), len(self._kept)
-            if state != before:
-                before, last = state, list(self.micro_batch())
-            gathered += last
+            gathered.append(gathered[-1] if state == before else list(self.micro_batch()))
+            before = state
         return gathered
 
     def micro_batch(self) -> Iterator[list[nn.Parameter]]:
