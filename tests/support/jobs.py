@@ -16,7 +16,7 @@ from tests.support.slurm import Cluster
 
 SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
 SUBMIT = str(ROOT / "launch" / "submit.py")
-PATIENCE = 600.0  # seconds: the machine may do other things, too
+PATIENCE = 900  # seconds: the machine may do other things, too
 NONE: Mapping[str, str] = {}
 
 
@@ -36,7 +36,7 @@ class Scene:
 
     def submit(self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE) -> "Submission":
         """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`."""
-        variables = {"ALLATTN_ROOT": str(ROOT), **variables}
+        variables = {"ALLATTN_ROOT": str(ROOT), "HEALTH_SECONDS": str(PATIENCE), **variables}
         job = self.cluster.run(
             "sbatch", "--parsable", *options, SCRIPT, *flags, folder=self.folder, variables=variables
         )
@@ -104,10 +104,10 @@ class Submission:
             assert self.state() not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), f"{self.state()}\n{self.output}"
             time.sleep(0.2)
 
-    def until_step(self, step: int, life: int = 1) -> None:
+    def until_step(self, step: int, life: int = 1, seconds: float = PATIENCE) -> None:
         """Until this life has told of this step."""
         log = self.run / "jobs" / f"life-{life:04d}" / "rank-000.log"
-        self.until(lambda: log.exists() and any(step <= told for told in _steps(log.read_text(errors="replace"))))
+        self.until(lambda: log.exists() and any(step <= told for told in _steps(log.read_text())), seconds)
 
     def state(self) -> str:
         return self.scene.cluster.job(self.job).get("JobState", "UNKNOWN")

@@ -156,7 +156,8 @@ def test_the_ranks_and_their_check_before(stage: Stage) -> None:
     assert check[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     assert check[5:] == [
         *(sys.executable, f"{ROOT}/tools/preflight.py", "--local", "--gpus-per-node", "4"),
-        *("--json", f"{life}/health", "--shared", f"{life}/health", "--need", f"{ROOT}/pretrain.py"),
+        *("--json", f"{life}/health", "--shared", f"{life}/health", "--probe-seconds", "200"),
+        *("--need", f"{ROOT}/pretrain.py"),
     ]
     lines = (stage.folder / "calls.jsonl").read_text().splitlines()
     assert {tuple(json.loads(line)[2:]) for line in lines} == {("6", "1")}
