@@ -1,4 +1,4 @@
-"""The job of 64 ranks, on 8 nodes × 8 tasks of this machine: TP 4 × PP 4 × DP 4 (13 GB of memory, minutes to an hour)."""
+"""The job of 64 ranks, on 8 nodes × 8 tasks of this machine: TP 4 × PP 4 × DP 4 (17 GB of memory; up to an hour)."""
 
 import time
 from collections.abc import Callable, Iterator
