@@ -9,6 +9,7 @@ was made to the first, so that in backward weights are fetched as modules have e
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -32,21 +33,53 @@ Event = tuple[Literal["begin", "end"], nn.Module]
 Act = tuple[Literal["fetch", "release"], nn.Module]
 
 
-def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
-    """Enter what a step gathers; settings: of `zero_settings`."""
-    network, parts = place.network, place.layout.data_size
+@dataclass(frozen=True)
+class Gathers:
+    """The weights that each message gathers: before the step, in each micro-batch, after the update."""
+
+    before: list[list[nn.Parameter]]
+    micro_batches: list[list[list[nn.Parameter]]]
+    after: list[list[nn.Parameter]]
+
+
+def gathers(place: Place, settings: dict[str, Any]) -> Gathers:
+    """What a step gathers; settings: of `zero_settings`."""
+    network = place.network
     small = [one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]]
     acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
     coordinator = _Coordinator(acts, set(small), settings)
     spans = network.span_parameters()  # read before the step, one by one, and given up again
-    gathered = [[one] for one in spans if one not in coordinator.there]
+    before = [[one] for one in spans if one not in coordinator.there]
     coordinator.there -= set(spans)
-    for _ in range(place.slots):
-        gathered += coordinator.micro_batch()
-    gathered += [[one] for one in small]  # after the update
-    for weights in gathered:
-        size = sum(padded_share(one.numel(), parts) * parts for one in weights)
-        ledger.add("data", "all_gather", size * place.element)
+    micro_batches = [list(coordinator.micro_batch()) for _ in range(place.slots)]
+    return Gathers(before, micro_batches, [[one] for one in small])
+
+
+def enter_gather(ledger: Ledger, place: Place, weights: Iterable[nn.Parameter]) -> None:
+    """Enter a message that gathers these."""
+    parts = place.layout.data_size
+    ledger.add("data", "all_gather", sum(padded_share(one.numel(), parts) * parts for one in weights) * place.element)
+
+
+def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
+    """Enter all that a step gathers."""
+    of = gathers(place, settings)
+    for weights in [*of.before, *(one for micro_batch in of.micro_batches for one in micro_batch), *of.after]:
+        enter_gather(ledger, place, weights)
+
+
+def most_gathered(place: Place, settings: dict[str, Any]) -> int:
+    """The most elements of weights that are whole at a time, without the small ones that stay, and with the message in
+    which the last of them have come."""
+    network, parts = place.network, place.layout.data_size
+    small = {one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]}
+    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
+    coordinator, most = _Coordinator(acts, set(small), settings), 0
+    for weights in coordinator.micro_batch():
+        message = sum(padded_share(one.numel(), parts) * parts for one in weights)
+        there = sum(padded_share(one.numel(), parts) * parts for one in coordinator.there - small)
+        most = max(most, there + (message if len(weights) > 1 else 0))
+    return most
 
 
 def _events(module: nn.Module) -> Iterator[Event]:

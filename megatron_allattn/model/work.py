@@ -112,10 +112,16 @@ def layer_flops(config: ModelConfig, batch: int, block: int, reach: Sequence[int
 def vocabulary_flops(config: ModelConfig, vocab_size: int, tokens: int) -> dict[str, Work]:
     """`embedding`, if it is adaptive, and `output`, forward and backward, where words are as frequent as they usually
     are: the n-th with a probability of about 1 / n."""
+    shares = usual_cluster_tokens(config, vocab_size, tokens)
+    return _vocabulary(config, vocab_size, tokens, shares, training=True)
+
+
+def usual_cluster_tokens(config: ModelConfig, vocab_size: int, tokens: int) -> list[int]:
+    """How many of `tokens` are in each cluster of an adaptive vocabulary, where words are as frequent as they usually
+    are; of a plain one all of them."""
     edges = [math.log(edge + 1) for edge in (0, *config.cutoffs, vocab_size)]
     upper = [round(tokens * edge / edges[-1]) for edge in edges]
-    shares = [stop - start for start, stop in itertools.pairwise(upper)]
-    return _vocabulary(config, vocab_size, tokens, shares, training=True)
+    return [stop - start for start, stop in itertools.pairwise(upper)]
 
 
 def _product(forward: int, training: bool, backward: int = 2, executed: int | None = None) -> Work:
