@@ -36,6 +36,7 @@ def test_it_is_a_dry_run_unless_asked(tmp_path: Path) -> None:
     output, errors = submit(tmp_path, *SIZE, "--partition=long", *RUN, "--tensor-model-parallel-size", "2", "--dry-run")
     assert errors == "" and output.endswith("# not submitted: add --submit\n")
     assert "# no save was measured yet: told to stop 660 s before its end\n" in output
+    assert "# met: 4 ranks, " in output and "the step ends on every rank\n" in output
     assert "\n#SBATCH --nodes=2\n" in output and "\n#SBATCH --partition=long\n" in output
     assert f'\narguments=({shlex.join([*RUN, "--tensor-model-parallel-size", "2"])} "$@")\n' in output
     assert sorted(os.listdir(tmp_path)) == ["bin"]
@@ -72,6 +73,7 @@ def test_a_refusal_of_sbatch_is_its_exit_code(tmp_path: Path) -> None:
         ((*SIZE, *RUN, "--micro-batch-size", "3"), "--global-batch-size"),
         ((*SIZE, *RUN, "--num-layer", "3"), "--num-layer: unknown flag; did you mean --num-layers?"),
         ((*SIZE, *RUN[:-2]), "--save '': a job that lives again needs a run folder"),
+        ((*SIZE, *RUN, "--gpu", "h99"), "--gpu h99"),
         ((*SIZE, *RUN, "--time", "10"), "--time 10: is 600 s, and the job would be told to stop 660 s before"),
         ((*SIZE, *RUN, "--nodes", "3"), "flag --nodes: is given twice"),
         (("--nodes", "0", *RUN), "argument --nodes: '0': must be an integer from 1"),
