@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.cluster.jobs.script import JobOptions, write_job
 from tests.support.commands import ROOT, TINY, outcome, records
 from tests.support.slurm import Cluster
 
@@ -22,11 +23,12 @@ NONE: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster, a folder of the test's own on it, and a corpus."""
+    """A cluster, a folder of the test's own on it, and a corpus. python: the program that jobs run as Python."""
 
     cluster: Cluster
     folder: Path
     data: Path
+    python: str = sys.executable
 
     def flags(self, *flags: str) -> list[str]:
         """Of pretrain.py: a tiny run in the folder `run`, told step by step, with these changes."""
@@ -36,15 +38,24 @@ class Scene:
 
     def submit(self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE) -> "Submission":
         """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`."""
-        variables = {"ALLATTN_ROOT": str(ROOT), "HEALTH_SECONDS": str(PATIENCE), **variables}
+        variables = {"ALLATTN_ROOT": str(ROOT), "HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python, **variables}
         job = self.cluster.run(
             "sbatch", "--parsable", *options, SCRIPT, *flags, folder=self.folder, variables=variables
         )
         return Submission(self, job)
 
+    def submit_written(self, options: JobOptions, flags: list[str]) -> "Submission":
+        """With the script that submit.py would write."""
+        path = write_job(self.folder, flags, options)
+        variables = {"HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python}
+        return Submission(
+            self, self.cluster.run("sbatch", "--parsable", str(path), folder=self.folder, variables=variables)
+        )
+
     def submit_checked(self, *words: str) -> "Submission":
         """With `launch/submit.py WORDS --submit`."""
-        said = self.cluster.run(sys.executable, SUBMIT, *words, "--submit", folder=self.folder)
+        variables = {"PYTHON": self.python, "HEALTH_SECONDS": str(PATIENCE)}
+        said = self.cluster.run(sys.executable, SUBMIT, *words, "--submit", folder=self.folder, variables=variables)
         return Submission(self, said.split()[-1])
 
     def drive_out(self, seconds: int = 1) -> str:

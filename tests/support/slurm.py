@@ -121,7 +121,7 @@ class Cluster:
                 pairs = (entry.partition(b"=") for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
                 variables = {name.decode(): value.decode(errors="replace") for name, _, value in pairs}
                 ours = variables.get("SLURM_JOB_ID") == job and "SLURM_STEP_ID" in variables
-                if ours and b"python" in words[0] and words[1].endswith(b"/pretrain.py"):
+                if ours and b"python" in words[0] and any(word.endswith(b"/pretrain.py") for word in words[1:4]):
                     found[int(variables["SLURM_PROCID"])] = pid
         return found
 
