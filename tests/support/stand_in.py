@@ -1,9 +1,9 @@
-"""A Python whose pretrain.py and preflight.py take no seconds to start: for tests of what SLURM and the batch script do.
+"""A Python whose pretrain.py and preflight.py start at once: for tests of what SLURM and the batch script do.
 
-`write` leaves a program that is Python in all but these two. Its training keeps to what the script builds on: it takes a
-step every 0.1 s, has a loss that follows from the step, saves every --save-interval steps and on SIGUSR1 or SIGTERM,
+`write` leaves a program that is Python in all but these two. Its training keeps to what the script builds on: it takes
+a step every 0.1 s, has a loss that follows from the step, saves every --save-interval steps and on SIGUSR1 or SIGTERM,
 goes on from the newest checkpoint, leaves outcome.json and exit codes. Its ranks do not know each other; the first one
-alone writes. A node on which the folder of the data is empty is unfit.
+alone writes. A node that lacks a file of --need is unfit.
 """
 
 import sys
@@ -72,8 +72,9 @@ def train():
         time.sleep(0.1)
         step += 1
         if first:
+            record = {{"kind": "train", "step": step, "loss": 1 / step, "tokens_per_second": 1.0}}
             with lines.open("a") as file:
-                file.write(json.dumps({{"kind": "train", "step": step, "loss": 1 / step, "tokens_per_second": 1.0}}) + "\\n")
+                file.write(json.dumps(record) + "\\n")
             print(f"step {{step}}/{{last}}", flush=True)
         if every and step % every == 0:
             save()
