@@ -42,7 +42,7 @@ class Scene:
         job = self.cluster.run(
             "sbatch", "--parsable", *options, SCRIPT, *flags, folder=self.folder, variables=variables
         )
-        return Submission(self, job)
+        return Submission(self, job, self.folder / "run")
 
     def submit_written(self, options: JobOptions, flags: list[str]) -> "Submission":
         """With the script that submit.py would write."""
@@ -56,7 +56,7 @@ class Scene:
         """With `launch/submit.py WORDS --submit`."""
         variables = {"PYTHON": self.python, "HEALTH_SECONDS": str(PATIENCE)}
         said = self.cluster.run(sys.executable, SUBMIT, *words, "--submit", folder=self.folder, variables=variables)
-        return Submission(self, said.split()[-1])
+        return Submission(self, said.split()[-1], self.folder / "run")
 
     def drive_out(self, seconds: int = 1) -> str:
         """A job of higher priority that wants every node for a moment."""
@@ -67,22 +67,19 @@ class Scene:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job, and its run folder."""
+    """A job (of an array: ARRAY_PLACE), and its run folder."""
 
     scene: Scene
     job: str
-
-    @property
-    def run(self) -> Path:
-        return self.scene.folder / "run"
+    run: Path
 
     @property
     def output(self) -> str:
         """What the batch script has printed in all lives, and the last words of the ranks."""
-        path = self.scene.folder / f"allattn-{self.job}.out"
+        outputs = sorted(self.scene.folder.glob("*.out"))
         logs = sorted(self.run.glob("jobs/life-*/*.log"))
         tails = [f"{log.relative_to(self.run)}: {log.read_text(errors='replace')[-1500:]}" for log in logs[-6:]]
-        return "\n".join([path.read_text() if path.exists() else "no output", *tails])
+        return "\n".join([*(path.read_text() for path in outputs), *tails])
 
     @property
     def endings(self) -> list[tuple[str, int]]:

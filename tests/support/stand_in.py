@@ -1,9 +1,9 @@
 """A Python whose pretrain.py and preflight.py start at once: for tests of what SLURM and the batch script do.
 
 `write` leaves a program that is Python in all but these two. Its training keeps to what the script builds on: it takes
-a step every 0.1 s, has a loss that follows from the step, saves every --save-interval steps and on SIGUSR1 or SIGTERM,
-goes on from the newest checkpoint, leaves outcome.json and exit codes. Its ranks do not know each other; the first one
-alone writes. A node that lacks a file of --need is unfit.
+a step every 0.1 s, has a loss that follows from the step, saves every --save-interval steps and on SIGUSR1, goes on
+from the newest checkpoint, leaves outcome.json and exit codes. Its ranks do not know each other; the first one alone
+writes. A node that lacks a file of --need is unfit.
 """
 
 import sys
@@ -39,8 +39,7 @@ def check():
 
 def train():
     asked = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
+    signal.signal(signal.SIGUSR1, lambda *_: asked.append("SIGUSR1"))
     run, last, every = pathlib.Path(after("--save")), int(after("--train-iters")), int(after("--save-interval", "0"))
     checkpoints, first = run / "checkpoints", os.environ["SLURM_PROCID"] == "0"
     lines = run / "metrics.jsonl"

@@ -246,6 +246,16 @@ def test_what_fails_goes_on_until_it_has_failed_too_often(stage: Stage) -> None:
     assert stage.orders == [["requeue", "41"]]
 
 
+def test_an_element_of_an_array_is_named_by_its_place(stage: Stage) -> None:
+    """Its own number may be that of the whole array."""
+    array = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "3"}
+    stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, variables=array)
+    assert stage.orders == [["requeue", "41_3"]]
+    assert {tuple(words) for words in stage.calls("scontrol") if words[0] == "--oneliner"} == {
+        ("--oneliner", "show", "job", "41_3")
+    }
+
+
 def test_the_controller_may_be_away(stage: Stage) -> None:
     stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, controller_away=3)
     assert stage.orders == [["requeue", "41"]] * 4

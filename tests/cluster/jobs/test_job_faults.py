@@ -15,7 +15,7 @@ import pytest
 
 from megatron_allattn.cluster.jobs.script import JobOptions
 from tests.support import stand_in
-from tests.support.commands import records, run_ranks
+from tests.support.commands import ROOT, records, run_ranks
 from tests.support.jobs import Scene, Submission, hide, show
 from tests.support.slurm import Cluster
 from tests.support.template import Template
@@ -151,6 +151,7 @@ def test_scancel_ends_it_for_good(scene: Scene) -> None:
     assert job.begins == [0]
 
 
+@only("pretrain")
 @pytest.mark.parametrize("order", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=TERM --full"])
 def test_a_signal_by_hand_saves_and_requeues(scene: Scene, order: str) -> None:
     job = scene.submit(*TWO, flags=scene.flags(*ENDLESS))
@@ -228,6 +229,26 @@ def test_the_restart_cap(scene: Scene) -> None:
     assert job.ended() == "FAILED"
     assert [how for how, _ in job.endings] == ["failed", "failed"] and job.endings[1][1] > job.endings[0][1] >= EVERY
     assert "stopped: 2 lives are the most that a job gets (MAX_LIVES); the last: " in job.output
+
+
+@only("stand-in")
+def test_elements_of_an_array_live_by_themselves(scene: Scene) -> None:
+    """launch/ablation.sbatch: the element that is asked to stop is requeued, alone; the last has the array's number."""
+    (scene.folder / "data").mkdir()
+    (scene.folder / "data/text8.json").touch()
+    variables = {"ALLATTN_ROOT": str(ROOT), "PYTHON": scene.python, "MICRO_BATCH": "1"}
+    options = ("--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2")
+    words = ("sbatch", "--parsable", *options, str(ROOT / "launch/ablation.sbatch"), "--train-iters", "150")
+    array = scene.cluster.run(*words, folder=scene.folder, variables=variables)
+    runs = [scene.folder / "runs/ablation" / name for name in ("text8-large", "text8-large-attn-split")]
+    jobs = [Submission(scene, f"{array}_{place}", run) for place, run in enumerate(runs)]
+    for job in jobs:
+        job.until_step(5)
+    jobs[1].cancel("--batch", "--signal=USR1")
+    assert [job.ended() for job in jobs] == ["COMPLETED"] * 2
+    assert jobs[0].endings == [("done", 150)]
+    (how, step), done = jobs[1].endings
+    assert how == "stopped" and 5 <= step < 150 and done == ("done", 150)
 
 
 def test_the_controller_is_away_when_a_life_ends(scene: Scene, alone: Records) -> None:
