@@ -16,7 +16,7 @@ import pytest
 from megatron_allattn.cluster.jobs.script import JobOptions
 from tests.support import stand_in
 from tests.support.commands import ROOT, records, run_ranks
-from tests.support.jobs import Scene, Submission, hide, show
+from tests.support.jobs import PATIENCE, Scene, Submission, hide, show
 from tests.support.slurm import Cluster
 from tests.support.template import Template
 
@@ -35,7 +35,7 @@ Records = list[dict[str, Any]]
 @pytest.fixture(params=["stand-in", "pretrain"])
 def scene(request: pytest.FixtureRequest, three_nodes: Cluster, data: Path, tmp_path: Path) -> Scene:
     """With ranks that stand in for those of pretrain.py, in seconds, and with those."""
-    three_nodes.until(lambda: three_nodes.idle() == three_nodes.nodes, 120, lambda: "nodes are not idle")
+    three_nodes.until(lambda: three_nodes.idle() == three_nodes.nodes, PATIENCE, lambda: "nodes are not idle")
     python = sys.executable if request.param == "pretrain" else str(stand_in.write(tmp_path / "stand_in.py"))
     return Scene(three_nodes, tmp_path, data, python)
 
@@ -103,7 +103,7 @@ def test_power_loss_of_a_node(scene: Scene, alone: Records, which: str) -> None:
         assert "n3" in scene.cluster.job(job.job)["NodeList"]
     finally:
         scene.cluster.boot(node)
-        scene.cluster.until(lambda: node in scene.cluster.idle(), 120, lambda: f"{node} does not come back")
+        scene.cluster.until(lambda: node in scene.cluster.idle(), PATIENCE, lambda: f"{node} does not come back")
     assert job.begins[0] == 0 and job.begins[-1] >= EVERY and job.begins[-1] % EVERY == 0
     assert job.endings[-1] == ("done", STEPS)
     assert job.records == alone
@@ -120,7 +120,7 @@ def test_a_daemon_that_dies_leaves_ranks_that_are_waited_for(scene: Scene, alone
     finally:
         scene.cluster.crash("n2")
         scene.cluster.boot("n2")
-        scene.cluster.until(lambda: "n2" in scene.cluster.idle(), 120, lambda: "n2 does not come back")
+        scene.cluster.until(lambda: "n2" in scene.cluster.idle(), PATIENCE, lambda: "n2 does not come back")
     assert job.endings[-1] == ("done", STEPS)
     assert job.records == alone
 
@@ -211,7 +211,7 @@ def test_a_mistake_that_ranks_find_ends_it(scene: Scene) -> None:
 
 
 def test_lives_without_a_new_checkpoint_end_it(scene: Scene) -> None:
-    job = scene.submit(*TWO, flags=scene.flags(*ENDLESS, "--save-interval", "100000"), variables={"MAX_WASTED": "2"})
+    job = scene.submit(*TWO, flags=scene.flags("--train-iters", "100000"), variables={"MAX_WASTED": "2"})
     for life in (1, 2):
         job.until_step(3, life)
         job.strike(0)
