@@ -27,6 +27,7 @@ from megatron_allattn.cluster.jobs import margin
 from megatron_allattn.cluster.jobs.arguments import Submitted, submitted
 from megatron_allattn.cluster.jobs.lives import FOLDER
 from megatron_allattn.cluster.jobs.script import JobOptions, job_text, write_job
+from megatron_allattn.cluster.planning.devices import device_named
 from megatron_allattn.config import UsageError, check_world, load_deepspeed_json, usage_error
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
@@ -127,6 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = _parser().parse_args(own)
         if given.submit and given.dry_run:
             raise UsageError("--submit: contradicts --dry-run; give one of the two")
+        if given.submit and shutil.which("sbatch") is None:
+            raise usage_error("--submit", "sbatch", "there is no such program here", "log in where jobs are submitted")
+        if given.gpu is not None:
+            device_named(given.gpu)
         job = submitted(others)
         options, notes = options_of(given, job)
         found = [*check(job, options, given.gpu), *notes]
@@ -136,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not given.submit:
             print("# not submitted: add --submit")
             return 0
-        if shutil.which("sbatch") is None:
-            raise usage_error("--submit", "sbatch", "there is no such program here", "log in where jobs are submitted")
+        sys.stdout.flush()  # before what sbatch says
         folder = job.run_folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         return _sbatch(str(write_job(folder, job.arguments, options)))
