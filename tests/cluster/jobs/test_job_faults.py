@@ -131,8 +131,8 @@ def test_a_daemon_that_dies_leaves_ranks_that_are_waited_for(scene: Scene, alone
 
 
 def test_the_time_limit(scene: Scene, alone: Records) -> None:
-    """SLURM looks at its clock every half minute: a job of two minutes that is told one before has half a minute."""
-    options = JobOptions(nodes=2, gpus_per_node=1, cpus_per_task=2, time="2", signal_seconds=60)
+    """SLURM looks at its clock every half minute: a job of three minutes that is told 1.5 before has one."""
+    options = JobOptions(nodes=2, gpus_per_node=1, cpus_per_task=2, time="3", signal_seconds=90)
     job = scene.submit_written(options, scene.flags(*ENDLESS))
     job.until(lambda: len(job.endings) >= 1)
     assert job.endings[0][0] == "stopped" and job.endings[0][1] > 0, job.output
@@ -263,7 +263,8 @@ def test_the_controller_is_away_when_a_life_ends(scene: Scene, alone: Records) -
     ranks = scene.cluster.ranks(job.job)
     scene.cluster.crash_controller()
     try:
-        os.kill(ranks[1], signal.SIGKILL)
+        for pid in ranks.values():  # srun cannot end the others
+            os.kill(pid, signal.SIGKILL)
         time.sleep(20)  # the training step is over by then
     finally:
         scene.cluster.start_controller()
