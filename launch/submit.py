@@ -12,10 +12,11 @@ Exit code 0: it is printed (submitted), 1: sbatch refuses it, 2: wrong usage.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from megatron_allattn.cluster.jobs import margin
 from megatron_allattn.cluster.jobs.arguments import Submitted, submitted
 from megatron_allattn.cluster.jobs.lives import FOLDER
 from megatron_allattn.cluster.jobs.script import JobOptions, job_text, write_job
+from megatron_allattn.cluster.planning.devices import device_named
 from megatron_allattn.config import UsageError, check_world, load_deepspeed_json, usage_error
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.data.manifest import read_manifest
 
 TEXTS = ("job_name", "partition", "account", "qos", "constraint", "reservation", "exclude", "dependency")
 DEFAULTS = JobOptions(nodes=8, gpus_per_node=8)
@@ -45,6 +48,7 @@ def _parser() -> ToolParser:
     add("--signal-seconds", type=count, metavar="S", help="before its end it saves (default: what was measured)")
     for name in TEXTS:
         add(f"--{name.replace('_', '-')}", metavar="X", help="as of sbatch")
+    add("--gpu", metavar="NAME", help="whose memory must suffice, as h100-80 (cluster/planning/devices.py)")
     add("--submit", action="store_true", help="submit it")
     add("--dry-run", action="store_true", help="do not (the default)")
     return parser
@@ -53,7 +57,7 @@ def _parser() -> ToolParser:
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags of the job with their values, and pretrain.py's arguments."""
     switches = {"submit", "dry-run", "help"}
-    valued = {"nodes", "gpus-per-node", "spare-nodes", "cpus-per-task", "time", "signal-seconds"}
+    valued = {"nodes", "gpus-per-node", "spare-nodes", "cpus-per-task", "time", "signal-seconds", "gpu"}
     valued |= {name.replace("_", "-") for name in TEXTS}
     own: list[str] = []
     others: list[str] = []
@@ -95,10 +99,22 @@ def options_of(given: argparse.Namespace, job: Submitted) -> tuple[JobOptions, l
     return options, notes
 
 
-def check(job: Submitted, options: JobOptions) -> None:
-    """What every rank of the job would refuse. Raises UsageError."""
-    check_world(job.run, options.world_size)
-    load_deepspeed_json(job.run, options.world_size)
+def check(job: Submitted, options: JobOptions, gpu: str | None) -> Iterator[str]:
+    """Build every rank of the job and play one step of all of them through; what was found, line by line.
+
+    Raises UsageError for what would fail or hang.
+    """
+    run = job.run
+    check_world(run, options.world_size)  # what needs no torch first
+    load_deepspeed_json(run, options.world_size)
+    prepared = None if run.data.data_path is None else read_manifest(Path(run.data.data_path))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # here only: a login node may have no GPU
+    from megatron_allattn.cluster.rehearsal.rehearse import rehearse, vocabulary_of  # noqa: PLC0415
+    from megatron_allattn.cluster.rehearsal.report import lines  # noqa: PLC0415
+
+    vocabulary = vocabulary_of(run) if prepared is None else (prepared.tokenizer.vocab_size, "of the data")
+    report = rehearse(run, vocabulary[0], options.world_size, options.gpus_per_node, gpu)
+    return lines(report, run, vocabulary, options.gpus_per_node)
 
 
 def _sbatch(*words: str) -> int:
@@ -112,17 +128,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = _parser().parse_args(own)
         if given.submit and given.dry_run:
             raise UsageError("--submit: contradicts --dry-run; give one of the two")
+        if given.submit and shutil.which("sbatch") is None:
+            raise usage_error("--submit", "sbatch", "there is no such program here", "log in where jobs are submitted")
+        if given.gpu is not None:
+            device_named(given.gpu)
         job = submitted(others)
         options, notes = options_of(given, job)
-        check(job, options)
+        found = [*check(job, options, given.gpu), *notes]
         print(job_text(job.arguments, options))
-        for note in notes:
-            print(f"# {note}")
+        for line in found:
+            print(f"# {line}")
         if not given.submit:
             print("# not submitted: add --submit")
             return 0
-        if shutil.which("sbatch") is None:
-            raise usage_error("--submit", "sbatch", "there is no such program here", "log in where jobs are submitted")
+        sys.stdout.flush()  # before what sbatch says
         folder = job.run_folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         return _sbatch(str(write_job(folder, job.arguments, options)))

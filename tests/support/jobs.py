@@ -11,22 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_allattn.cluster.jobs.script import JobOptions, write_job
 from tests.support.commands import ROOT, TINY, outcome, records
 from tests.support.slurm import Cluster
 
 SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
 SUBMIT = str(ROOT / "launch" / "submit.py")
-PATIENCE = 600.0  # seconds: the machine may do other things, too
+PATIENCE = 900  # seconds: the machine may do other things, too
 NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster, a folder of the test's own on it, and a corpus."""
+    """A cluster, a folder of the test's own on it, and a corpus. python: the program that jobs run as Python."""
 
     cluster: Cluster
     folder: Path
     data: Path
+    python: str = sys.executable
 
     def flags(self, *flags: str) -> list[str]:
         """Of pretrain.py: a tiny run in the folder `run`, told step by step, with these changes."""
@@ -36,16 +38,25 @@ class Scene:
 
     def submit(self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE) -> "Submission":
         """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`."""
-        variables = {"ALLATTN_ROOT": str(ROOT), **variables}
+        variables = {"ALLATTN_ROOT": str(ROOT), "HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python, **variables}
         job = self.cluster.run(
             "sbatch", "--parsable", *options, SCRIPT, *flags, folder=self.folder, variables=variables
         )
-        return Submission(self, job)
+        return Submission(self, job, self.folder / "run")
+
+    def submit_written(self, options: JobOptions, flags: list[str]) -> "Submission":
+        """With the script that submit.py would write."""
+        path = write_job(self.folder, flags, options)
+        variables = {"HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python}
+        return Submission(
+            self, self.cluster.run("sbatch", "--parsable", str(path), folder=self.folder, variables=variables)
+        )
 
     def submit_checked(self, *words: str) -> "Submission":
         """With `launch/submit.py WORDS --submit`."""
-        said = self.cluster.run(sys.executable, SUBMIT, *words, "--submit", folder=self.folder)
-        return Submission(self, said.split()[-1])
+        variables = {"PYTHON": self.python, "HEALTH_SECONDS": str(PATIENCE)}
+        said = self.cluster.run(sys.executable, SUBMIT, *words, "--submit", folder=self.folder, variables=variables)
+        return Submission(self, said.split()[-1], self.folder / "run")
 
     def drive_out(self, seconds: int = 1) -> str:
         """A job of higher priority that wants every node for a moment."""
@@ -56,22 +67,19 @@ class Scene:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job, and its run folder."""
+    """A job (of an array: ARRAY_PLACE), and its run folder."""
 
     scene: Scene
     job: str
-
-    @property
-    def run(self) -> Path:
-        return self.scene.folder / "run"
+    run: Path
 
     @property
     def output(self) -> str:
         """What the batch script has printed in all lives, and the last words of the ranks."""
-        path = self.scene.folder / f"allattn-{self.job}.out"
+        outputs = sorted(self.scene.folder.glob("*.out"))
         logs = sorted(self.run.glob("jobs/life-*/*.log"))
         tails = [f"{log.relative_to(self.run)}: {log.read_text(errors='replace')[-1500:]}" for log in logs[-6:]]
-        return "\n".join([path.read_text() if path.exists() else "no output", *tails])
+        return "\n".join([*(path.read_text() for path in outputs), *tails])
 
     @property
     def endings(self) -> list[tuple[str, int]]:
@@ -104,10 +112,10 @@ class Submission:
             assert self.state() not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), f"{self.state()}\n{self.output}"
             time.sleep(0.2)
 
-    def until_step(self, step: int, life: int = 1) -> None:
+    def until_step(self, step: int, life: int = 1, seconds: float = PATIENCE) -> None:
         """Until this life has told of this step."""
         log = self.run / "jobs" / f"life-{life:04d}" / "rank-000.log"
-        self.until(lambda: log.exists() and any(step <= told for told in _steps(log.read_text(errors="replace"))))
+        self.until(lambda: log.exists() and any(step <= told for told in _steps(log.read_text())), seconds)
 
     def state(self) -> str:
         return self.scene.cluster.job(self.job).get("JobState", "UNKNOWN")

@@ -72,7 +72,7 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
         _set_aside(job.run_folder, life)
     (job.run_folder / OUTCOME).unlink(missing_ok=True)  # so that one that is there afterwards is of this life
     (life / HEALTH).mkdir(exist_ok=True)
-    _write_words(life / "arguments", job.of_life())
+    _write_words(life / "arguments", job.of_life(given.signal_seconds))
     _write_words(life / "needs", _needs(job))
     step = history.newest_step()
     _say(f"life {number} of {job.run_folder}, job {given.job}: goes on from step {step}; what ranks print is in {life}")

@@ -12,6 +12,9 @@ from pathlib import Path
 from megatron_allattn.checkpoint.folder import has_saved
 from megatron_allattn.config import RunConfig, parse, usage_error
 
+REQUEUE_SECONDS = 30.0
+"""What a batch script gets, once its ranks have ended, to have the job requeued before its time is up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
@@ -26,12 +29,17 @@ class Submitted:
         assert self.run.checkpoint.save is not None
         return self.run.checkpoint.save
 
-    def of_life(self) -> tuple[str, ...]:
-        """The arguments with which a life starts now."""
-        load = self.run.checkpoint.load
-        if load is not None and not self.run.checkpoint.goes_on and not has_saved(self.run_folder):
-            return self.arguments
-        return (*without_flag(self.arguments, "load"), "--load", os.fspath(self.run_folder))
+    def of_life(self, signal_seconds: int | None) -> tuple[str, ...]:
+        """The arguments with which a life starts now. signal_seconds: how long before its end it is told to stop."""
+        words, load = list(self.arguments), self.run.checkpoint.load
+        if load is None or self.run.checkpoint.goes_on or has_saved(self.run_folder):
+            words = [*without_flag(words, "load"), "--load", os.fspath(self.run_folder)]
+        # A save that would take longer than the job is given up while the batch script can still ask for a requeue.
+        deadline = "--stop-deadline-minutes"
+        if signal_seconds is not None and deadline not in self.explicit:
+            minutes = max(signal_seconds - REQUEUE_SECONDS, signal_seconds / 2) / 60
+            words += [deadline, f"{minutes:g}"] if minutes < self.run.checkpoint.stop_deadline_minutes else []
+        return tuple(words)
 
     @property
     def starts_from_another(self) -> bool:

@@ -2,7 +2,7 @@
 
 A job that is requeued lives again: the same batch script, a new allocation, the run goes on from its newest checkpoint.
 RUN/jobs/lives.jsonl has two records a life, one when it begins and one when it ends; a life without the second was lost
-with the node on which its batch script ran. `next_action` is the whole policy, on plain values:
+with the node on which its batch script ran, or killed. `next_action` is the whole policy, on plain values:
 
     done                                            the job ends, exit code 0
     stopped by a signal, pre-empted, time is up     requeue
@@ -137,7 +137,7 @@ class History:
         for begin, following in zip_longest(begins, begins[1:]):
             end = ends.get(begin["life"])
             if end is None and following is not None:
-                reason = "the node of its batch script was lost"
+                reason = "its batch script was lost with its node, or killed"
                 end = {"how": "lost", "step": following["step"], "reason": reason, "excluded": []}
             if begin["job"] == job and end is not None:
                 found.append(_life(begin, end))

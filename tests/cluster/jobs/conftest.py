@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import corpus
-from tests.support.jobs import Scene
+from tests.support.jobs import PATIENCE, Scene
 from tests.support.slurm import Cluster, Site, cluster, why_none
 
 
@@ -28,5 +28,5 @@ def data() -> Iterator[Path]:
 
 @pytest.fixture
 def scene(three_nodes: Cluster, data: Path, tmp_path: Path) -> Scene:
-    three_nodes.until(lambda: three_nodes.idle() == three_nodes.nodes, 120, lambda: "nodes are not idle")
+    three_nodes.until(lambda: three_nodes.idle() == three_nodes.nodes, PATIENCE, lambda: "nodes are not idle")
     return Scene(three_nodes, tmp_path, data)

@@ -12,7 +12,7 @@ from megatron_allattn.config import UsageError, parse
 def test_a_life_goes_on_in_its_own_folder(tmp_path: Path) -> None:
     run = str(tmp_path / "a $run")
     for words in (["--save", run], [f"--save={run}"], ["--save", run, "--load", run], [f"--load={run}", "--save", run]):
-        found = submitted(["--num-layers", "3", *words]).of_life()
+        found = submitted(["--num-layers", "3", *words]).of_life(660)
         checkpoint = parse(found)[0].checkpoint
         assert checkpoint.goes_on and checkpoint.save == Path(run)
         assert found[:2] == ("--num-layers", "3")
@@ -21,9 +21,19 @@ def test_a_life_goes_on_in_its_own_folder(tmp_path: Path) -> None:
 def test_another_run_to_start_from_holds_until_there_is_a_checkpoint(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     job = submitted(["--load", str(other), "--save", str(run), "--bf16"])
-    assert job.starts_from_another and job.of_life() == job.arguments
+    assert job.starts_from_another and job.of_life(660) == job.arguments
     commit(begin(run, 5), 5)
-    assert job.of_life() == ("--save", str(run), "--bf16", "--load", str(run))
+    assert job.of_life(None) == ("--save", str(run), "--bf16", "--load", str(run))
+
+
+@pytest.mark.parametrize(("signal", "minutes"), [(None, 10), (660, 10), (630, 10), (600, 9.5), (120, 1.5), (40, 1 / 3)])
+def test_a_save_is_given_up_before_the_time_is_up(tmp_path: Path, signal: int | None, minutes: float) -> None:
+    """So that the job is requeued, and does not end at its time limit."""
+    words = ["--save", str(tmp_path / "run")]
+    found = parse(submitted(words).of_life(signal))[0].checkpoint.stop_deadline_minutes
+    assert found == pytest.approx(minutes, rel=1e-4)
+    own = parse(submitted([*words, "--stop-deadline-minutes", "7"]).of_life(signal))[0]
+    assert own.checkpoint.stop_deadline_minutes == 7
 
 
 @pytest.mark.parametrize(

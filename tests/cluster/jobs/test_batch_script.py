@@ -156,7 +156,8 @@ def test_the_ranks_and_their_check_before(stage: Stage) -> None:
     assert check[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     assert check[5:] == [
         *(sys.executable, f"{ROOT}/tools/preflight.py", "--local", "--gpus-per-node", "4"),
-        *("--json", f"{life}/health", "--shared", f"{life}/health", "--need", f"{ROOT}/pretrain.py"),
+        *("--json", f"{life}/health", "--shared", f"{life}/health", "--probe-seconds", "200"),
+        *("--need", f"{ROOT}/pretrain.py"),
     ]
     lines = (stage.folder / "calls.jsonl").read_text().splitlines()
     assert {tuple(json.loads(line)[2:]) for line in lines} == {("6", "1")}
@@ -243,6 +244,16 @@ def test_what_fails_goes_on_until_it_has_failed_too_often(stage: Stage) -> None:
         "stopped: 2 lives in a row have failed without a checkpoint after the beginning; the last: rank 5 on n2" in told
     )
     assert stage.orders == [["requeue", "41"]]
+
+
+def test_an_element_of_an_array_is_named_by_its_place(stage: Stage) -> None:
+    """Its own number may be that of the whole array."""
+    array = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "3"}
+    stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, variables=array)
+    assert stage.orders == [["requeue", "41_3"]]
+    assert {tuple(words) for words in stage.calls("scontrol") if words[0] == "--oneliner"} == {
+        ("--oneliner", "show", "job", "41_3")
+    }
 
 
 def test_the_controller_may_be_away(stage: Stage) -> None:

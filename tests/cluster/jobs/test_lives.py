@@ -127,7 +127,7 @@ def test_history(tmp_path: Path) -> None:
     assert history.lives("7") == []  # it is under way
     save(history.run_folder, 20)
     assert history.begin("7", 1) == (2, tmp_path / "run/jobs/life-0002")
-    lost = "the node of its batch script was lost"
+    lost = "its batch script was lost with its node, or killed"
     first = Life(number=1, job="7", restart=0, first_step=0, last_step=20, how="lost", reason=lost)
     assert history.lives("7") == [first]
     history.end(2, "unfit", "n3: no GPU", ("n3",))
