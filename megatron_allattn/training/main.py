@@ -50,11 +50,13 @@ def as_rank(
     check: Callable[[int], None],
     parallel: ParallelConfig,
     body: Callable[[Groups, torch.device, Watch], int],
+    meet: Callable[[discovery.RankInfo, ParallelConfig], tuple[Groups, torch.device]] | None = None,
 ) -> int:
     """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, which gives
     the exit code, and report what goes wrong, on whichever rank.
 
     check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
+    meet: makes the groups and chooses the device, if not as a training does.
     Returns the exit code.
     """
     try:
@@ -63,7 +65,7 @@ def as_rank(
         return report_error(error, first=True)
     try:
         check(info.world_size)
-        groups, device = _meet(info, parallel)
+        groups, device = (meet or _meet)(info, parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
