@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.cluster.nodes.checks import table
 from megatron_allattn.cluster.nodes.compare import judge, read_reports
-from megatron_allattn.cluster.nodes.local import GIB, HOST_BYTES_PER_RANK, Asked, examine
+from megatron_allattn.cluster.nodes.local import GIB, HOST_BYTES_PER_RANK, PROBE_SECONDS, Asked, examine
 from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.errors import UsageError, usage_error
-from megatron_allattn.config.reporting import refuse, run_program
+from megatron_allattn.config.reporting import first_rank_guess, refuse, run_program
 from megatron_allattn.config.run import ParallelConfig
 from megatron_allattn.config.tool_flags import ToolParser, count
 from megatron_allattn.parallel.nodelist import expand_nodes
@@ -38,11 +38,11 @@ from megatron_allattn.parallel.nodelist import expand_nodes
 SECONDS, SLOW_BELOW, CLOCK_SKEW = 240.0, 0.7, 1.0
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
 ANY = {"--json"}
-NODE = {"--gpus-per-node", "--min-gpu-memory-gib", "--min-host-memory-gib", "--need", "--shared", "--timeout-seconds"}
+NODE = {"--gpus-per-node", "--min-gpu-memory-gib", "--min-host-memory-gib", "--need", "--shared", "--probe-seconds"}
 MODES = {
     "--local": ANY | NODE | {"--master-port"},
     "--reports": ANY | {"--nodes"},
-    "": ANY | NODE | {*SIZES, "--slow-below", "--max-clock-skew-seconds", "--megabytes"},
+    "": ANY | NODE | {*SIZES, "--slow-below", "--max-clock-skew-seconds", "--megabytes", "--timeout-seconds"},
 }
 """The flags of each mode, the last one that of ranks together: what a mode would not look at is refused."""
 
@@ -65,8 +65,11 @@ def _parser() -> ToolParser:
     add("--slow-below", type=_part, metavar="X", help=f"of the median is a fault (default {SLOW_BELOW:g})")
     add("--max-clock-skew-seconds", type=_above_zero, metavar="X", help=f"between nodes (default {CLOCK_SKEW:g})")
     add("--megabytes", type=count, metavar="N", help="of a message (default 256 on GPUs, 4 on CPUs)")
-    limit = f"of every wait; a quarter of it for torch to load and for nvidia-smi (default {SECONDS:g})"
-    add("--timeout-seconds", type=_above_zero, metavar="T", help=limit)
+    limit = (
+        f"for torch to load and for nvidia-smi (default {PROBE_SECONDS:g}, or a quarter of --timeout-seconds if less)"
+    )
+    add("--probe-seconds", type=_above_zero, metavar="T", help=limit)
+    add("--timeout-seconds", type=_above_zero, metavar="T", help=f"for whatever ranks wait for (default {SECONDS:g})")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON; --local: in a folder as NODE.json")
     add("--local-rank", type=int, help=argparse.SUPPRESS)  # ranks are found by the environment
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -103,7 +106,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise usage_error(flag, getattr(given, _field(flag)), told, "leave it out")
     if given.master_port is not None and given.master_port > 65535:
         raise usage_error("--master-port", given.master_port, "must be a TCP port, 1 to 65535", "give a free one")
-    if not (given.local and given.json is not None and given.json.is_dir()):
+    in_folder = given.local and given.json is not None and given.json.is_dir()
+    if first_rank_guess() and not in_folder:  # only the first of several writes
         check_output("--json", given.json)
     return given
 
@@ -121,16 +125,16 @@ def _asked(given: argparse.Namespace, shared: Path | None, ranks: int | None) ->
         shared=shared,
         port=given.master_port,
         ranks=ranks,
-        probe_seconds=(given.timeout_seconds or SECONDS) / 4,
+        probe_seconds=given.probe_seconds or min(PROBE_SECONDS, (given.timeout_seconds or SECONDS) / 4),
     )
 
 
 def _local(given: argparse.Namespace) -> int:
     report = examine(_asked(given, given.shared, given.gpus_per_node or 1))
-    if given.json is not None:
-        report.write(given.json)
     print(f"{report.node}: {', '.join(f'{name} {value}' for name, value in report.facts.items())}")
     print(table(report.checks, 1))
+    if given.json is not None:
+        report.write(given.json)
     return 0 if report.go else 1
 
 

@@ -19,7 +19,7 @@ import torch
 from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
-from megatron_allattn.config.reporting import GRACE_SECONDS
+from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
@@ -91,6 +91,8 @@ def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
             traceback.print_exception(error)
         if groups.world.size > 1 or not with_traceback:
             print(f"error: {ending.message}", file=sys.stderr, flush=True)
+    else:
+        ends_for_another()
     watch.told()
     return ending.exit_code
 
@@ -145,12 +147,11 @@ def report_error(error: BaseException, *, first: bool) -> int:
     first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many
     launchers end all ranks as soon as one has ended.
     """
-    if isinstance(error, PeerFailed):
+    if isinstance(error, PeerFailed) or not first:
+        ends_for_another()
         time.sleep(GRACE_SECONDS)
-        return error.exit_code
-    if not first:
-        time.sleep(GRACE_SECONDS)
-    elif _says_all(error):
+        return error.exit_code if isinstance(error, PeerFailed) else exit_code(error)
+    if _says_all(error):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

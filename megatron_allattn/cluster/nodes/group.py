@@ -20,7 +20,7 @@ import torch
 from megatron_allattn.cluster.nodes import rates
 from megatron_allattn.cluster.nodes.checks import ALL, Check, table
 from megatron_allattn.cluster.nodes.compare import Judgement, decide, judge
-from megatron_allattn.cluster.nodes.judging import clock_checks, group_checks, link_checks, rate_checks
+from megatron_allattn.cluster.nodes.judging import clock_checks, counted, group_checks, link_checks, rate_checks
 from megatron_allattn.cluster.nodes.local import Asked, NodeReport, examine, renamed
 from megatron_allattn.cluster.nodes.places import Places, own_place
 from megatron_allattn.cluster.nodes.shared import SEEN_SECONDS, shared_checks
@@ -87,9 +87,9 @@ class _Preflight:
         code = 0
         if groups.rank == 0:
             judgement = self._judgement()
+            print(table(judgement.checks, len(judgement.nodes)))
             if self.options.json is not None:
                 judgement.write(self.options.json, self.numbers)
-            print(table(judgement.checks, len(judgement.nodes)))
             code = 0 if judgement.go else 1
         return int(broadcast_object(code, groups.world))
 
@@ -101,7 +101,7 @@ class _Preflight:
 
     def _judgement(self) -> Judgement:
         of_nodes = judge(self.reports, self.places.nodes)
-        return decide(of_nodes.nodes, [*self.checks, *of_nodes.checks])
+        return decide(of_nodes.nodes, [*self.checks[:1], *of_nodes.checks, *self.checks[1:]])
 
     def _look(self, groups: Groups, watch: Watch) -> None:
         options, world = self.options, groups.world
@@ -142,9 +142,9 @@ class _Preflight:
         first = groups.rank in self.places.first_ranks
         report = renamed(examine(self.options.asked), self.places.of_rank[groups.rank]) if first else None
         self.reports = [one for one in gather_objects(report, world) if one is not None]
-        where = f"{self.info.master_addr}:{self.info.master_port}" if world.size > 1 else "one process"
-        ranks = f"{world.size} of {world.size} ranks on {len(self.places.nodes)} node(s)"
-        found = f"{where}: {ranks}, {self.took:.1f} s" if world.size > 1 else where
+        where = f"{self.info.master_addr}:{self.info.master_port}"
+        nodes = counted(len(self.places.nodes), "node")
+        found = f"{where}: all {world.size} ranks on {nodes}, {self.took:.1f} s" if world.size > 1 else "one process"
         self.checks.append(Check(name="meeting", node=ALL, status="ok", found=found, asked="every rank, at this port"))
 
     def _clocks(self, groups: Groups) -> None:

@@ -127,7 +127,7 @@ def _slow_groups(name: str, groups: Sequence[GroupRate], places: Places, part: f
     size = len(groups[0].ranks)
     median = statistics.median(group.rate for group in groups)
     slowest = min(groups, key=lambda group: group.rate)
-    found = f"{_many(len(groups), 'group')} of {size}: {median / 1e9:.4g} GB/s a rank"
+    found = f"{counted(len(groups), 'group')} of {size}: {median / 1e9:.4g} GB/s a rank"
     if len(groups) > 1:
         found = found.replace("GB/s a rank", "GB/s a rank in the median")
         found += f", slowest {slowest.rate / median:.2f} × (ranks {list(slowest.ranks)} on {places.on(slowest.ranks)})"
@@ -171,5 +171,6 @@ def link_checks(links: Sequence[Link], places: Places, part: float) -> list[Chec
     return checks + rate_checks("link rate", best, places, part, "GB/s")
 
 
-def _many(count: int, word: str) -> str:
+def counted(count: int, word: str) -> str:
+    """`1 group`, `2 groups`."""
     return f"{count} {word}{'s' * (count > 1)}"

@@ -87,7 +87,9 @@ class NodeReport:
             checks = tuple(Check(**{key: _text(value) for key, value in one.items()}) for one in content["checks"])
             facts = {_text(key): _text(value) for key, value in content["facts"].items()}
             if not all(check.status in ("ok", "fault", "unchecked") for check in checks):
-                raise ValueError("a status is none")
+                raise TypeError("a status is none")
+            if not isinstance(content["time"], int | float):
+                raise TypeError("time is no number")
             return cls(node=_text(content["node"]), checks=checks, facts=facts, time=float(content["time"]))
         except (KeyError, TypeError, AttributeError, AssertionError, OverflowError) as error:
             raise usage_error("node report", path, f"is none ({type(error).__name__}: {error})", fix) from None
@@ -117,6 +119,8 @@ def examine(asked: Asked, environ: Mapping[str, str] = os.environ) -> NodeReport
         checks.append(storage_check(node, asked.shared))
     if asked.port is not None:
         checks.append(port_check(node, asked.port, environ))
+    if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        checks.append(address_check(node, environ))
     return NodeReport(node=node, checks=tuple(checks), facts=facts, time=time.time())
 
 
@@ -167,6 +171,27 @@ def need_check(node: str, path: Path) -> Check:
     way = "mount the file system that has it there, or correct the path"
     status: Status = "ok" if readable else "fault"
     return Check(name=f"{path}", node=node, status=status, found=found, asked="to be read", way_out=way)
+
+
+def address_check(node: str, environ: Mapping[str, str]) -> Check:
+    """Whether this node's name is an address that other nodes reach: gloo, which carries control and saves on GPUs too,
+    listens at that one, and on Debian it is 127.0.1.1 unless somebody has changed /etc/hosts."""
+    asked = "one that other nodes reach"
+    if chosen := environ.get("GLOO_SOCKET_IFNAME"):
+        return Check(name="address", node=node, status="ok", found=f"GLOO_SOCKET_IFNAME={chosen}", asked=asked)
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = f"none ({error})"
+    return Check(
+        name="address",
+        node=node,
+        status="fault" if address.startswith(("127.", "none")) else "ok",
+        found=f"{name} is {address}",
+        asked=asked,
+        way_out="give the name its address in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME (launch/env.sh)",
+    )
 
 
 def port_check(node: str, port: int, environ: Mapping[str, str]) -> Check:

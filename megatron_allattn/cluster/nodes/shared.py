@@ -37,7 +37,7 @@ def shared_checks(folder: Path, places: Places, world: Group, seconds: float = S
                 meeting.rmdir()
     by_node = {places.of_rank[rank]: trouble for rank, (trouble, _) in reversed([*enumerate(troubles)]) if trouble}
     waited = max(after for _, after in troubles)
-    good = f"every file seen by all {world.size} ranks" + (f", after {waited:.1f} s" if waited >= POLL_SECONDS else "")
+    good = f"every file seen by all ranks, {world.size}" + (f", after {waited:.1f} s" if waited >= POLL_SECONDS else "")
     return [_check(folder, node, by_node.get(node, ""), good) for node in places.nodes]
 
 
