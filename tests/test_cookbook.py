@@ -121,7 +121,7 @@ def test_index_lists_every_page() -> None:
     index = page("README")
     found = re.findall(r"^\| \[(.*?)\]\((.*?)\.md\) \| ([\d,]+) \| (.*?) \| (.*?) \|$", index, re.M)
     assert [(name, link) for name, link, *_ in found] == [(name, name) for name in RECIPES]
-    assert {path.stem for path in COOKBOOK.glob("*.md")} == {"README", "slurm", *RECIPES}
+    assert {path.stem for path in COOKBOOK.glob("*.md")} == {"README", "hostfile", "slurm", *RECIPES}
     for name, _, total, paper, result in found:
         recipe = RECIPES[name]
         assert total == f"{recipe.parameters.total:,}"
@@ -153,6 +153,7 @@ def test_flags_recipes_and_links_in_the_text_exist(path: Path) -> None:
         "--nproc-per-node",
         "--split-name",
         *SLURM_FLAGS,
+        "--timeout-seconds",
     }
     assert set(re.findall(r"--[a-z][\w-]+", shown)) <= known | elsewhere | {"--deepspeed_config"}
 

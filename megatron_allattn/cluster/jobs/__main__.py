@@ -25,10 +25,10 @@ from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table
-from megatron_allattn.cluster.nodes.nodelist import expand_nodes
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.reporting import run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.parallel.nodelist import expand_nodes
 
 HEALTH = "health"  # folder of the nodes' reports in that of a life
 

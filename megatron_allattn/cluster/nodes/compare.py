@@ -5,15 +5,15 @@ would go through the whole cluster, one after the other.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.cluster.nodes.checks import ALL, Check, Status, is_go
-from megatron_allattn.cluster.nodes.local import FORMAT, NodeReport
+from megatron_allattn.cluster.nodes.local import FORMAT, NodeReport, renamed
 from megatron_allattn.cluster.nodes.names import find_node, same_node
 from megatron_allattn.config.errors import usage_error
 
@@ -37,11 +37,16 @@ class Judgement:
     def go(self) -> bool:
         return is_go(self.checks)
 
-    def write(self, path: Path) -> None:
-        """As JSON: `format`, `go`, `nodes`, `bad_nodes`, `reasons`, `checks`. Raises StorageError."""
+    def write(self, path: Path, numbers: Mapping[str, Any] | None = None) -> None:
+        """As JSON: `format`, `go`, `nodes`, `bad_nodes`, `reasons`, `checks`, and what was measured, `numbers`.
+
+        Raises StorageError.
+        """
         told: dict[str, Any] = {"format": FORMAT, "go": self.go, "nodes": list(self.nodes)}
         told |= {"bad_nodes": list(self.bad_nodes), "reasons": list(self.reasons)}
-        write_json_atomic(path, told | {"checks": [asdict(check) for check in self.checks]})
+        write_json_atomic(
+            path, told | {"checks": [asdict(check) for check in self.checks], "numbers": dict(numbers or {})}
+        )
 
 
 def read_reports(folder: Path) -> list[NodeReport]:
@@ -68,7 +73,7 @@ def judge(reports: Sequence[NodeReport], expected: Sequence[str] = ()) -> Judgem
     """
     names = {report.node: find_node(report.node, expected) or report.node for report in reports}
     nodes = [*dict.fromkeys([*expected, *names.values()])]
-    checks = [_renamed(check, names.get(check.node, check.node)) for report in reports for check in report.checks]
+    checks = [check for report in reports for check in renamed(report, names[report.node]).checks]
     checks = [*_missing(nodes, set(names.values())), *compare_facts(reports, names), *checks]
     return decide(nodes, checks)
 
@@ -88,10 +93,10 @@ def decide(nodes: Sequence[str], checks: Sequence[Check]) -> Judgement:
     faults = [check for check in checks if check.status == "fault"]
     bad = {check.node for check in faults if (check.name, check.asked) not in common}
     reasons = {(check.name, check.asked): check for check in reversed(faults) if (check.name, check.asked) in common}
-    told = []
+    told: list[str] = []
     for key, check in reversed(reasons.items()):
         where = "all nodes" if ALL in having[key] else f"{len(having[key])} of {len(nodes)} nodes"
-        told.append(_renamed(check, where).told())
+        told.append(replace(check, node=where).told())
     return Judgement(
         nodes=tuple(nodes),
         checks=tuple(checks),
@@ -141,7 +146,3 @@ def _missing(nodes: Sequence[str], told: set[str]) -> list[Check]:
         for node in nodes
         if node not in told
     ]
-
-
-def _renamed(check: Check, node: str) -> Check:
-    return Check(**(asdict(check) | {"node": node}))

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.cluster.nodes import devices
 from megatron_allattn.cluster.nodes.checks import Check, Status, is_go
 from megatron_allattn.cluster.nodes.names import node_name, same_node
-from megatron_allattn.cluster.nodes.nodelist import expand_nodes
 from megatron_allattn.cluster.nodes.storage import storage_check
 from megatron_allattn.cluster.nodes.versions import versions
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.config.json_files import read_json_object
+from megatron_allattn.parallel.nodelist import expand_nodes
 
 FORMAT = 1
 GIB = 2**30
 HOST_BYTES_PER_RANK = 1 * GIB
 """Host memory that must be free for each rank: about what one takes that has loaded torch and DeepSpeed."""
 
-PROBE_SECONDS = 120.0
-"""What torch gets to load and to try each GPU: a minute on a slow file system, and as much again."""
+PROBE_SECONDS = 60.0
+"""What torch gets to load and to try each GPU, and nvidia-smi for an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class Asked:
     """What a node must have. None: nothing is asked (of host memory `HOST_BYTES_PER_RANK`, of a GPU's `FREE_PART`).
 
     gpus: their number; gpu_bytes, host_bytes: free memory; need: files and folders that must be there; shared: a folder
-    that must take files; port: at which ranks will meet, if this is the first node; ranks: on this node.
+    that must take files; port: at which ranks will meet, if this is the first node; ranks: on this node (None: as many
+    as the launcher has started).
     """
 
     gpus: int | None = None
@@ -50,7 +51,7 @@ class Asked:
     need: tuple[Path, ...] = ()
     shared: Path | None = None
     port: int | None = None
-    ranks: int = 1
+    ranks: int | None = 1
     probe_seconds: float = PROBE_SECONDS
 
 
@@ -86,10 +87,17 @@ class NodeReport:
             checks = tuple(Check(**{key: _text(value) for key, value in one.items()}) for one in content["checks"])
             facts = {_text(key): _text(value) for key, value in content["facts"].items()}
             if not all(check.status in ("ok", "fault", "unchecked") for check in checks):
-                raise ValueError("a status is none")
+                raise TypeError("a status is none")
+            if not isinstance(content["time"], int | float):
+                raise TypeError("time is no number")
             return cls(node=_text(content["node"]), checks=checks, facts=facts, time=float(content["time"]))
         except (KeyError, TypeError, AttributeError, AssertionError, OverflowError) as error:
             raise usage_error("node report", path, f"is none ({type(error).__name__}: {error})", fix) from None
+
+
+def renamed(report: NodeReport, node: str) -> NodeReport:
+    """The same of a node by another name."""
+    return replace(report, node=node, checks=tuple(replace(check, node=node) for check in report.checks))
 
 
 def _text(value: Any) -> Any:
@@ -111,6 +119,8 @@ def examine(asked: Asked, environ: Mapping[str, str] = os.environ) -> NodeReport
         checks.append(storage_check(node, asked.shared))
     if asked.port is not None:
         checks.append(port_check(node, asked.port, environ))
+    if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        checks.append(address_check(node, environ))
     return NodeReport(node=node, checks=tuple(checks), facts=facts, time=time.time())
 
 
@@ -138,7 +148,8 @@ def available_bytes(root: Path = Path("/")) -> float | None:
 
 def memory_check(node: str, available: float | None, asked: Asked) -> Check:
     """Whether that much host memory is free."""
-    wanted = asked.ranks * HOST_BYTES_PER_RANK if asked.host_bytes is None else asked.host_bytes
+    ranks = asked.ranks or int(os.environ["LOCAL_WORLD_SIZE"])
+    wanted = ranks * HOST_BYTES_PER_RANK if asked.host_bytes is None else asked.host_bytes
     if available is None:
         return Check(
             name="host memory", node=node, status="unchecked", found="the kernel does not tell (/proc/meminfo)"
@@ -160,6 +171,27 @@ def need_check(node: str, path: Path) -> Check:
     way = "mount the file system that has it there, or correct the path"
     status: Status = "ok" if readable else "fault"
     return Check(name=f"{path}", node=node, status=status, found=found, asked="to be read", way_out=way)
+
+
+def address_check(node: str, environ: Mapping[str, str]) -> Check:
+    """Whether this node's name is an address that other nodes reach: gloo, which carries control and saves on GPUs too,
+    listens at that one, and on Debian it is 127.0.1.1 unless somebody has changed /etc/hosts."""
+    asked = "one that other nodes reach"
+    if chosen := environ.get("GLOO_SOCKET_IFNAME"):
+        return Check(name="address", node=node, status="ok", found=f"GLOO_SOCKET_IFNAME={chosen}", asked=asked)
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = f"none ({error})"
+    return Check(
+        name="address",
+        node=node,
+        status="fault" if address.startswith(("127.", "none")) else "ok",
+        found=f"{name} is {address}",
+        asked=asked,
+        way_out="give the name its address in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME (launch/env.sh)",
+    )
 
 
 def port_check(node: str, port: int, environ: Mapping[str, str]) -> Check:
