@@ -121,7 +121,7 @@ class _MadeAgain(torch.autograd.graph.saved_tensors_hooks):
 
 def _memory(tensor: Tensor) -> tuple[int, int, int]:
     """Which elements of which memory a contiguous tensor is; tensors that have none (device meta) differ too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _make(make: Callable[[], Tensor], shape: torch.Size) -> Tensor:
