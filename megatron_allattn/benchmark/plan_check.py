@@ -112,7 +112,7 @@ def measured_device(table: Device, found: dict[str, float], device_name: str) ->
     source = "measured: tools/benchmark.py plan-check"
     flops = dict(table.flops)
     for name in ("float32", "bfloat16"):
-        flops[name] = Rate(found[rate_name(name, device_name)] * 1e9, source)  # type: ignore[index]
+        flops[name] = Rate(found[rate_name(name, device_name)] * 1e9, source)
     if device_name == "cuda":
         flops["float16"] = flops["bfloat16"]
     return replace(table, flops=flops, bandwidth=Rate(found["copy"] * GB, source))
