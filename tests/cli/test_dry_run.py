@@ -53,8 +53,9 @@ REFUSED = {
     "caches larger than the memory": (
         64,
         ["--no-adaptive-span", "--global-batch-size", "16384", "--micro-batch-size", "1", "--gpu", "h100-80"],
-        r"--gpu h100-80: rank 0 \(data 0\) needs 103\.\d GB for caches alone, h100-80 has 80\.0 GB; give "
-        r"--shard-caches, a smaller --global-batch-size or --max-attention-span, or start more processes",
+        r"--gpu h100-80: rank 0 \(data 0\) needs 103\.1 GB for caches alone, h100-80 has 80\.0 GB; give a smaller "
+        r"--global-batch-size or --max-attention-span, start more processes, or share caches by "
+        r"--tensor-model-parallel-size and --shard-caches",
     ),
 }
 

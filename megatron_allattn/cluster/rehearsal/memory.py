@@ -87,7 +87,8 @@ WAYS = {
     "weights": "raise --tensor-model-parallel-size or --pipeline-model-parallel-size, or give --zero-stage 3",
     "gradients": "raise --tensor-model-parallel-size or --pipeline-model-parallel-size, or give --zero-stage 2",
     "optimizer": "raise --zero-stage, start more processes, or give --deepspeed-config zero1-offload.json",
-    "caches": "give --shard-caches, a smaller --global-batch-size or --max-attention-span, or start more processes",
+    "caches": "give a smaller --global-batch-size or --max-attention-span, start more processes, or share caches by "
+    "--tensor-model-parallel-size and --shard-caches",
     "activations": "give a smaller --micro-batch-size, --sequence-parallel or --recompute-granularity full",
     "buffers": "give a DeepSpeed JSON with smaller buckets",
 }
