@@ -103,7 +103,7 @@ class Stage:
         return self.finish(self.start(*arguments, **given), code)  # type: ignore[arg-type]
 
     def finish(self, process: "subprocess.Popen[str]", code: int = 0) -> str:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=600)
         assert (process.returncode, output) == (code, ""), output + errors
         return errors
 
@@ -124,7 +124,7 @@ class Stage:
         return found
 
     def until_training(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not (self.folder / "training").exists():
             assert time.monotonic() < deadline, "it does not begin to train"
             time.sleep(0.02)
@@ -217,7 +217,7 @@ def test_a_fault_of_all_nodes_stops_it(stage: Stage) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_reaches_the_ranks_as_usr1(stage: Stage, number: int) -> None:
-    process = stage.start(training_seconds=60)
+    process = stage.start(training_seconds=600)
     stage.until_training()
     process.send_signal(number)
     process.send_signal(number)
