@@ -53,9 +53,9 @@ test-faults: $(READY) system-deps
 test-fuzz: $(READY)
 	$(BIN)/python -m pytest -q -n 2 -m fuzz -o faulthandler_timeout=7200
 
-# with an sshd, pdsh and hosts of its own
+# with an sshd, pdsh and hosts of its own, and a SLURM of several nodes; 64 ranks of it take 13 GB of memory
 test-cluster: $(READY) system-deps
-	$(BIN)/python -m pytest -q -m cluster
+	$(BIN)/python -m pytest -q -m cluster -o faulthandler_timeout=3600
 
 $(DEMO_DATA).json: | $(READY)
 	@mkdir -p $(@D)

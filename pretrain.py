@@ -7,20 +7,24 @@ The same command under python, deepspeed, torchrun, mpirun and srun; `python pre
 import sys
 from typing import NoReturn
 
-from megatron_allattn.config import UsageError, parse
+from megatron_allattn.config import UsageError, parse_command
 from megatron_allattn.config.reporting import refuse, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run with these arguments (the process's own if None); returns the exit code, see training/main.py."""
     try:
-        run, explicit = parse(sys.argv[1:] if argv is None else argv)
+        command = parse_command(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
         return refuse(error)
     # torch is loaded from here on, so that --help and mistakes are answered at once.
+    if command.dry_run is not None:
+        from megatron_allattn.cluster.rehearsal.main import run_dry  # noqa: PLC0415
+
+        return run_dry(command)
     from megatron_allattn.training.main import run_training  # noqa: PLC0415
 
-    return run_training(run, explicit)
+    return run_training(command.run, command.explicit)
 
 
 def command() -> NoReturn:

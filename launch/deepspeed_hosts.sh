@@ -11,30 +11,14 @@
 # Environment: pdsh passes on nothing. What env.sh sets and DS_ACCELERATOR are sent from here, and every line NAME=VALUE of
 # ~/.deepspeed_env and ./.deepspeed_env (NCCL_SOCKET_IFNAME=eth0, …; comments and empty lines may be in it).
 #
-# To stop a run, send SIGINT or SIGTERM: DeepSpeed then ends, on every host, what matches its own command line.
+# HOSTFILE=slurm means the nodes of this allocation, with SLURM's number of GPUs (else tasks) a node or GPUS_PER_NODE.
+#
+# SIGINT, SIGTERM and SIGUSR1 stop a run: DeepSpeed ends, on every host, what matches its own command line, whose ranks
+# get SIGTERM, save and stop; those that take longer than 30 s are killed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/env.sh"
-
-refuse() {
-    printf 'error: %s\n' "$1" >&2
-    exit 2
-}
-
-# DeepSpeed runs on this host alone when it finds no hostfile, and hands names to ssh as they are.
-check_hosts() {
-    local line number=0 seen=' '
-    [ -f "$1" ] || refuse "HOSTFILE $1: no such file; see launch/hostfile.example"
-    while IFS= read -r line || [ -n "$line" ]; do
-        number=$((number + 1))
-        [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
-        [[ $line =~ ^[[:space:]]*([A-Za-z0-9][A-Za-z0-9._-]*)[[:space:]]+slots=0*[1-9][0-9]*[[:space:]]*$ ]] ||
-            refuse "$1, line $number: '${line//[^[:print:]]/?}' is not \"HOST slots=N\"; see launch/hostfile.example"
-        [[ $seen != *" ${BASH_REMATCH[1]} "* ]] || refuse "$1, line $number: ${BASH_REMATCH[1]} is there twice; give it one line"
-        seen+="${BASH_REMATCH[1]} "
-    done <"$1"
-    [ "$seen" != ' ' ] || refuse "$1: names no host; see launch/hostfile.example"
-}
+source "$root/launch/hosts.sh"
 
 # An argument, such that it is itself again after pdsh (%), DeepSpeed (what has a space goes between double quotes, with
 # every " as \") and the shell of the remote host.
@@ -50,15 +34,17 @@ quoted() {
     printf '%s' "$text"
 }
 
-hostfile=${HOSTFILE:?is a file with a line "HOST slots=N" for each host}
-check_hosts "$hostfile"
+# Read here first, strictly: DeepSpeed runs on this host alone when it finds no hostfile, and hands names to ssh as they
+# are. What it then reads is what was found.
+: "${HOSTFILE:?is a file with a line HOST slots=N for each host, or slurm}"
+hosts_for deepspeed
 # DeepSpeed puts these two into a shell's line unquoted.
 for path in "$PWD" "$(command -v python)"; do
     [[ $path =~ ^[A-Za-z0-9_@+=:,./-]+$ ]] || refuse "$path: the launcher needs a path without spaces and shell characters"
 done
 
 arguments=()
-for argument in "$root/pretrain.py" "$@"; do
+for argument in "$root/launch/rank.py" "$program" "$@"; do
     # The x keeps line breaks at the end, which $(…) would drop.
     argument=$(quoted "$argument"; printf x)
     arguments+=("${argument%x}")
@@ -78,5 +64,6 @@ done
 read -ra flags <<<"${DEEPSPEED_FLAGS:-}"
 if [ -n "${MASTER_ADDR:-}" ]; then flags+=(--master_addr "$MASTER_ADDR"); fi
 # --force_multi: also one host alone is reached through pdsh, so that the arguments pass exactly one shell.
-DS_ENV_FILE=/dev/fd/9 exec deepspeed --quiet --force_multi --hostfile "$hostfile" --master_port "${MASTER_PORT:-29500}" \
-    "${flags[@]}" "${arguments[@]}"
+export DS_ENV_FILE=/dev/fd/9
+exec python "$root/launch/launcher.py" --signal=USR1:TERM deepspeed --quiet --force_multi --hostfile "$hosts" \
+    --master_port "${MASTER_PORT:-29500}" "${flags[@]}" "${arguments[@]}"

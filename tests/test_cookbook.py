@@ -17,6 +17,10 @@ from megatron_allattn.parallel.groups import Group
 
 ROOT = Path(__file__).resolve().parents[1]
 COOKBOOK = ROOT / "docs" / "cookbook"
+SLURM_FLAGS = {  # of sbatch, scancel and launch/submit.py
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--spare-nodes", "--export", "--signal"),
+    *("--partition", "--account", "--qos", "--constraint", "--batch", "--no-deps"),
+}
 LAUNCHERS = {1: "python pretrain.py ", 64: "deepspeed --hostfile hosts pretrain.py "}
 
 
@@ -117,7 +121,7 @@ def test_index_lists_every_page() -> None:
     index = page("README")
     found = re.findall(r"^\| \[(.*?)\]\((.*?)\.md\) \| ([\d,]+) \| (.*?) \| (.*?) \|$", index, re.M)
     assert [(name, link) for name, link, *_ in found] == [(name, name) for name in RECIPES]
-    assert {path.stem for path in COOKBOOK.glob("*.md")} == {"README", *RECIPES}
+    assert {path.stem for path in COOKBOOK.glob("*.md")} == {"README", "hostfile", "slurm", *RECIPES}
     for name, _, total, paper, result in found:
         recipe = RECIPES[name]
         assert total == f"{recipe.parameters.total:,}"
@@ -148,6 +152,8 @@ def test_flags_recipes_and_links_in_the_text_exist(path: Path) -> None:
         "--num_gpus",
         "--nproc-per-node",
         "--split-name",
+        *SLURM_FLAGS,
+        "--timeout-seconds",
     }
     assert set(re.findall(r"--[a-z][\w-]+", shown)) <= known | elsewhere | {"--deepspeed_config"}
 

@@ -152,7 +152,8 @@ def test_system_packages_are_left_alone_without_apt_or_root(tmp_path: Path, pres
     )
     assert (done.returncode, done.stderr) == (0, "")
     reason = "not root" if "apt-get" in present else "no apt-get here"
-    assert done.stdout.startswith(f"system-deps: {reason}; tests that need openssh-server pdsh numactl g++ will skip")
+    packages = "openssh-server pdsh openmpi-bin numactl g++ slurmctld slurmd slurm-client munge iproute2"
+    assert done.stdout.startswith(f"system-deps: {reason}; tests that need {packages} will skip")
 
 
 def test_ci_runs_system_deps_lint_and_test() -> None:

@@ -6,6 +6,7 @@
     python tools/benchmark.py generate
     python tools/benchmark.py data
     python tools/benchmark.py save
+    python tools/benchmark.py plan-check                  # what tools/plan.py predicts beside what this device does
 
 `python tools/benchmark.py COMMAND --help` lists a command's flags. What is compared takes turns, round after round,
 after a warm-up; medians are printed and every number goes to --json. docs/performance.md says what each number means.
@@ -87,6 +88,16 @@ def add_save(parser: ToolParser) -> None:
     add("--folder", type=Path, default=Path("."), metavar="DIR", help="where to write, and remove (default here)")
 
 
+def add_plan_check(parser: ToolParser) -> None:
+    """The peak of memory and the time of a training step, predicted and measured."""
+    add = _add_shape(parser)
+    add("--attention-backend", choices=ANY_BACKEND, default="auto", help="default: auto")
+    add("--recompute-granularity", choices=("none", "selective", "full"), default="none", help="default: none")
+    add("--zero-stage", type=int, choices=range(4), default=1, help="default: 1")
+    add("--micro-batches", type=count, default=1, metavar="A", help="of a step (default 1)")
+    add("--gpu", metavar="D", help="device of the table whose shares are taken (default: by the driver's name)")
+
+
 COMMANDS: dict[str, Callable[[ToolParser], None]] = {
     "attention": add_attention,
     "layer": add_layer,
@@ -94,6 +105,7 @@ COMMANDS: dict[str, Callable[[ToolParser], None]] = {
     "generate": add_generate,
     "data": add_data,
     "save": add_save,
+    "plan-check": add_plan_check,
 }
 
 
@@ -180,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(argv)
         # read when torch is loaded, here and in child processes
         os.environ["OMP_NUM_THREADS"] = str(getattr(options, "threads", 1))
-        return importlib.import_module(f"megatron_allattn.benchmark.commands.{options.command}").run(options)
+        return importlib.import_module(f"megatron_allattn.benchmark.commands.{options.command.replace('-', '_')}").run(
+            options
+        )
     except UsageError as error:
         return refuse(error)
 

@@ -33,6 +33,8 @@ from megatron_allattn.config.json_files import parse_json, read_bytes
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
 MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
+OUTCOME = "outcome.json"
+"""How a run has ended, beside its checkpoints: training/main.py writes it."""
 _OTHER = "name another step"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _STEP_NAME = re.compile(r"step_(\d{8,})")

@@ -6,6 +6,7 @@ it. What goes wrong on the thread is raised at the next step, on all ranks.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,8 +27,8 @@ from megatron_allattn.parallel.logical import LogicalTensor, Placement
 class Saver:
     """Saves what `engine` holds in a run folder; `save` is collective.
 
-    asynchronous: on a thread; section: in which everything is saved; after_commit: is called with the run folder and
-    the step on the first rank once that is complete.
+    asynchronous: on a thread; section: in which everything is saved; after_commit: is called with the run folder, the
+    step and how many seconds its save has taken on the first rank once that is complete.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Saver:
         *,
         asynchronous: bool,
         section: Callable[[], AbstractContextManager[None]] = nullcontext,
-        after_commit: Callable[[Path, int], None],
+        after_commit: Callable[[Path, int, float], None],
     ) -> None:
         self._run_folder, self._engine, self._asynchronous = run_folder, engine, asynchronous
         self._section = section
@@ -54,13 +55,14 @@ class Saver:
         what is not a number, each on one rank (PeerFailed on the others); of an asynchronous save `wait` raises them.
         """
         self.wait()
+        began = time.monotonic()
         check_replicas(self._engine)
         engine, fragments = self._engine, list(self._engine.fragments())
         if self._asynchronous:
             fragments = [one.copied(self._kept.get(one.stored)) for one in fragments]
             self._kept = {one.stored: one.values for one in fragments}
         join = partial(_join, engine.network.placements)
-        job = partial(self._write, step, fragments, join, state)
+        job = partial(self._write, step, fragments, join, state, began)
         self._step = step
         if self._asynchronous:
             self._thread = threading.Thread(target=self._run, args=(job,), name="save", daemon=True)
@@ -89,11 +91,12 @@ class Saver:
             error, self._error, self._step = self._error, None, -1
             raise error
 
-    def _write(self, step: int, fragments: list[Fragment], join: Join, state: dict[str, Any]) -> None:
+    def _write(self, step: int, fragments: list[Fragment], join: Join, state: dict[str, Any], began: float) -> None:
         group = self._engine.groups.saving
         check_fragments(fragments, group)
         write_step(self._run_folder, step, fragments, join, state, group)
-        agree(lambda: self._after_commit(self._run_folder, step) if group.rank == 0 else None, group)
+        seconds = time.monotonic() - began
+        agree(lambda: self._after_commit(self._run_folder, step, seconds) if group.rank == 0 else None, group)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:

@@ -4,8 +4,9 @@
 DeepSpeed file. A mistake of the user is a `UsageError` whose message is one line.
 """
 
-from megatron_allattn.config.cli import parse
+from megatron_allattn.config.cli import Command, parse, parse_command
 from megatron_allattn.config.data import DataConfig
+from megatron_allattn.config.dry_run import DryRunConfig
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.model import ModelConfig
@@ -25,7 +26,9 @@ __all__ = [
     "RECIPES",
     "BatchShape",
     "CheckpointConfig",
+    "Command",
     "DataConfig",
+    "DryRunConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -40,5 +43,6 @@ __all__ = [
     "check_world",
     "load_deepspeed_json",
     "parse",
+    "parse_command",
     "usage_error",
 ]

@@ -11,9 +11,10 @@ import dataclasses
 import difflib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_allattn.config.checks import default_of, describe_type, field_types
+from megatron_allattn.config.dry_run import DryRunConfig
 from megatron_allattn.config.ds_config import read_zero_stage
 from megatron_allattn.config.errors import UsageError, flag, usage_error
 from megatron_allattn.config.recipes import RECIPES, recipe_table
@@ -75,36 +76,75 @@ class _Given:
         return [f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _CommandLine(RunConfig):
+    """Pretrain an all-attention language model.
+
+    Flags may be written with - or _. The launchers' --deepspeed and --local_rank are accepted and have no effect.
+    """
+
+    rehearsal: DryRunConfig = field(default_factory=DryRunConfig)
+    """A check of the whole job instead of training."""
+
+    @property
+    def run(self) -> RunConfig:
+        return RunConfig(**{one.name: getattr(self, one.name) for one in dataclasses.fields(RunConfig)})
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for: a run, the flags that were given for it (see `parse`), and with `--dry-run` the
+    job whose processes are checked instead of training it, else None."""
+
+    run: RunConfig
+    explicit: frozenset[str]
+    dry_run: DryRunConfig | None
+
+
 def parse(argv: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
+    """The same for a program that trains or describes a run: the run and the flags that were given.
+
+    Raises:
+        UsageError: the first mistake, in one line; `--dry-run` is one.
+    """
+    command = parse_command(argv)
+    if command.dry_run is not None:
+        raise UsageError(f"--dry-run: only {_PROGRAM} itself checks a job; leave it out here")
+    return command.run, command.explicit
+
+
+def parse_command(argv: Sequence[str]) -> Command:
     """Reads the command line (without the program's name).
 
     `--help` and `--recipe list` print and end the program with exit code 0.
 
     Returns:
-        The checked configuration, and the flags that were given, in their positive spelling with dashes: who finds
-        out later that one of them has no effect, such as --split for data that is already split, can refuse it.
+        The checked configuration, and the flags that were given for it, in their positive spelling with dashes: who
+        finds out later that one of them has no effect, such as --split for data that is already split, can refuse it.
 
     Raises:
         UsageError: the first mistake, in one line.
     """
     given, wants_help = _read(argv)
-    default = _recipe(given)
+    recipe = _recipe(given)
+    default = _CommandLine(**{one.name: getattr(recipe, one.name) for one in dataclasses.fields(recipe)})
     if wants_help:
         _convert(["--help"], default)
-    config = _convert_all([one for one in given if one.known.field != "recipe"], default)
-    explicit = frozenset(flag(one.known.field) for one in given)
+    everything = _convert_all([one for one in given if one.known.field != "recipe"], default)
+    config, rehearsal = everything.run, everything.rehearsal
+    explicit = frozenset(flag(one.known.field) for one in given if one.known.section is not DryRunConfig)
     check_run(config, explicit)
-    return _with_zero_stage(config, explicit), explicit
+    return Command(_with_zero_stage(config, explicit), explicit, rehearsal if rehearsal.dry_run else None)
 
 
 def _known_flags() -> dict[str, _Known]:
     """Every flag by its name without the dashes in front."""
     flags: dict[str, _Known] = {"recipe": _Known(section=RunConfig, field="recipe", switch=False)}
-    for section in SECTIONS.values():
-        for field, accepted in field_types(section).items():
+    for section in (*SECTIONS.values(), DryRunConfig):
+        for one, accepted in field_types(section).items():
             switch = accepted == (bool,)
-            name = field.replace("_", "-")
-            flags[name] = _Known(section=section, field=field, switch=switch)
+            name = one.replace("_", "-")
+            flags[name] = _Known(section=section, field=one, switch=switch)
             if switch:
                 flags[f"no-{name}"] = flags[name]
     return flags
@@ -183,15 +223,17 @@ def _recipe(given: Sequence[_Given]) -> RunConfig:
     return RECIPES[name]()
 
 
-def _convert(arguments: list[str], default: RunConfig) -> RunConfig:
+def _convert(arguments: list[str], default: _CommandLine) -> _CommandLine:
     """Lets tyro turn arguments into a configuration; it raises SystemExit (and prints nothing) if it cannot."""
     import tyro  # noqa: PLC0415
 
     with contextlib.redirect_stderr(io.StringIO()):
-        return tyro.cli(RunConfig, prog=_PROGRAM, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,))
+        return tyro.cli(
+            _CommandLine, prog=_PROGRAM, args=arguments, default=default, config=(tyro.conf.OmitArgPrefixes,)
+        )
 
 
-def _convert_all(given: Sequence[_Given], default: RunConfig) -> RunConfig:
+def _convert_all(given: Sequence[_Given], default: _CommandLine) -> _CommandLine:
     """The configuration with every given flag.
 
     Raises:

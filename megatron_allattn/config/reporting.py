@@ -11,13 +11,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, NoReturn, TextIO, cast
 
 GRACE_SECONDS = 2.0
 """What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
+
+ENDS_FOR_ANOTHER = "ALLATTN_ENDS_FOR_ANOTHER"
+"""The variable with the descriptor by which a rank tells what has started it that it ends because of another rank."""
 
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
@@ -34,8 +37,18 @@ def refuse(error: Exception) -> int:
     if first_rank_guess():
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
+        ends_for_another()
         time.sleep(GRACE_SECONDS)
     return 2
+
+
+def ends_for_another() -> None:
+    """Tell what has started this rank, if it wants to know (cluster/nodes/rank_process.py), that another rank's end is
+    what is to be looked at."""
+    descriptor = os.environ.pop(ENDS_FOR_ANOTHER, "")
+    if descriptor.isdecimal():
+        with suppress(OSError):
+            os.write(int(descriptor), b".")
 
 
 def interrupted() -> int:

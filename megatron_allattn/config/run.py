@@ -243,10 +243,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Pretrain an all-attention language model.
-
-    Flags may be written with - or _. The launchers' --deepspeed and --local_rank are accepted and have no effect.
-    """
+    """Everything that decides a run of training, section by section."""
 
     recipe: str | None = None
     """Named defaults that the other flags override; 'list' shows the names."""

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_allattn.engine.fragments import Fragment
-from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import gather_objects
 from megatron_allattn.parallel.groups import Group, Groups
 from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.logical import LogicalTensor
 from megatron_allattn.parallel.verdict import name_ranks, place
 
 SHOWN = 3  # tensors in a message
@@ -34,9 +34,9 @@ class GradientWatch:
     Taken before any sum over ranks, and read by the host only once something is wrong: one more pass over gradients.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, parameters: Iterable[tuple[LogicalTensor, nn.Parameter]]) -> None:
         self._largest: dict[str, Tensor] = {}
-        for logical, parameter in network.logical_parameters():
+        for logical, parameter in parameters:
             parameter.register_hook(partial(self._see, logical.name))
 
     def _see(self, name: str, gradient: Tensor) -> None:

@@ -94,6 +94,11 @@ def find_spans(network: Network, local: Tensor | None) -> Spans:
     return Spans(windows, reach, z, span_in_tokens(z, length, ramp))
 
 
+def precision_of(run: RunConfig) -> torch.dtype:
+    """What a run computes in."""
+    return torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+
+
 ReadTensor = Callable[[str], Tensor]  # the full logical tensor of this name, on the CPU
 
 
@@ -127,7 +132,11 @@ class Engine(ABC):
         self.own_loss = torch.zeros((), dtype=torch.float64)  # the last step's, of this rank's micro-batches
         self.mean_loss = self.own_loss  # over the replicas
         self.slots = [self._new_slot(self.micro_batch_size) for _ in range(self.num_slots)]
-        self._watch = GradientWatch(network)
+        self._watch = GradientWatch(self._watched(network))
+
+    def _watched(self, network: Network) -> list[tuple[LogicalTensor, nn.Parameter]]:
+        """The parameters whose gradients may turn out not to be finite."""
+        return network.logical_parameters()
 
     def _new_slot(self, batch_size: int) -> CacheSlot:
         sharers = self.groups.tensor if self.run.parallel.shard_caches else ALONE

@@ -27,10 +27,10 @@ from megatron_allattn.engine.interface import Spans
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
-from megatron_allattn.parallel.groups import Group
+from megatron_allattn.parallel.groups import Group, Groups
 
 
-class _Stage(nn.Module):
+class Stage(nn.Module):
     """(what comes in, slot) → (hidden states, slot); tokens come in at the first stage. contexts: of every slot."""
 
     def __init__(self, network: Network) -> None:
@@ -53,11 +53,38 @@ class _Stage(nn.Module):
         return nats.mean()
 
 
+def tied_parameters(network: Network, groups: Groups) -> list[tuple[nn.Parameter, Group]]:
+    """A stage's tensors that other stages hold too, and the stages that do."""
+    tied = [(parameter, groups.pipeline) for parameter in network.position.parameters()]
+    shared = not network.config.untie_embeddings_and_output_weights
+    if shared and network.embedding is not None:
+        tied += [(parameter, groups.ends) for parameter in network.embedding.parameters()]
+    return tied
+
+
+def from_last(number: float, pipeline: Group, device: torch.device) -> Tensor:
+    """The last stage's number, float64 scalar, on all stages; the others give 0."""
+    return all_reduce(torch.tensor(number, dtype=torch.float64, device=device), pipeline)
+
+
+def schedule_without_step(num_slots: int, pipeline: Group) -> Any:
+    """DeepSpeed's instructions for this stage in a step, 1F1B, up to the reduction of gradients."""
+    from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule  # noqa: PLC0415  (see import_deepspeed)
+
+    class Schedule(TrainSchedule):
+        def steps(self) -> Iterator[list[Any]]:
+            for instructions in super().steps():
+                yield [one for one in instructions if not isinstance(one, OptimizerStep)]
+
+    return Schedule(num_slots, pipeline.size, pipeline.rank)
+
+
 class PipelineEngine(DeepSpeedEngine):
     """See `Engine`; `network` is this stage's part."""
 
     def _initialize(self, settings: dict[str, Any]) -> Any:
-        self._stage, self._schedule = _Stage(self.network), self._without_step()
+        self._stage = Stage(self.network)
+        self._schedule = schedule_without_step(self.num_slots, self.groups.pipeline)
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the groups that exist
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, whatever the logger's level
             module = self._module()
@@ -74,7 +101,7 @@ class PipelineEngine(DeepSpeedEngine):
         from deepspeed.runtime.pipe.module import PipelineModule  # noqa: PLC0415  (see import_deepspeed)
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: PLC0415
 
-        layout, stage, tied = self.groups.layout, self.groups.pipeline.rank, self._tied()
+        layout, stage, tied = self.groups.layout, self.groups.pipeline.rank, tied_parameters(self.network, self.groups)
 
         class Module(PipelineModule):
             def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
@@ -90,20 +117,11 @@ class PipelineEngine(DeepSpeedEngine):
             parameter.ds_pipe_replicated = group.rank > 0  # type: ignore[attr-defined]
         return module
 
-    def _tied(self) -> list[tuple[nn.Parameter, Group]]:
-        """This stage's tensors that other stages hold too, and the stages that do."""
-        network = self.network
-        tied = [(parameter, self.groups.pipeline) for parameter in network.position.parameters()]
-        shared = not network.config.untie_embeddings_and_output_weights
-        if shared and network.embedding is not None:
-            tied += [(parameter, self.groups.ends) for parameter in network.embedding.parameters()]
-        return tied
-
     def forward_backward(self, inputs: np.ndarray, targets: np.ndarray, step: int, spans: Spans) -> float:
         slots = list(self._micro_batches(step, spans))
         self._stage.contexts = [context for _, context in slots]
         losses = self._run(self._schedule, [(inputs[rows], targets[rows]) for rows, _ in slots])
-        return self._from_last(self._mean_loss(losses) if losses else 0.0).item()
+        return self._on_all_stages(self._mean_loss(losses) if losses else 0.0).item()
 
     @torch.no_grad()
     def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
@@ -113,11 +131,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._stage.contexts = [BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)]
         self._run(InferenceSchedule(1, pipeline.size, pipeline.rank), [(inputs, targets)])
         slot.commit(inputs.shape[1])
-        return self._from_last(self._stage.nats.double().sum().item() if self.network.part.last else 0.0)
+        return self._on_all_stages(self._stage.nats.double().sum().item() if self.network.part.last else 0.0)
 
-    def _from_last(self, number: float) -> Tensor:
-        """The last stage's number, float64 scalar, on all stages; the others give 0."""
-        return all_reduce(torch.tensor(number, dtype=torch.float64, device=self.device), self.groups.pipeline)
+    def _on_all_stages(self, number: float) -> Tensor:
+        return from_last(number, self.groups.pipeline, self.device)
 
     def _run(self, schedule: Any, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[Tensor]:
         """Run micro-batches through a schedule; their losses, on the last stage."""
@@ -129,18 +146,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.engine.total_loss, self.engine._compute_loss = None, True
         self.engine._exec_schedule(schedule)
         return self.engine.fwd_outputs if self.network.part.last else []
-
-    def _without_step(self) -> Any:
-        """The schedule of a step up to the reduction of gradients."""
-        from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule  # noqa: PLC0415
-
-        class Schedule(TrainSchedule):
-            def steps(self) -> Iterator[list[Any]]:
-                for instructions in super().steps():
-                    yield [one for one in instructions if not isinstance(one, OptimizerStep)]
-
-        pipeline = self.groups.pipeline
-        return Schedule(self.num_slots, pipeline.size, pipeline.rank)
 
     def _take_step(self) -> None:
         self.engine._exec_optimizer_step()

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_allattn.config import ParallelConfig, RunConfig
+from megatron_allattn.config import RunConfig
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.config.rules import batch_shape
 from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model import activations
-from megatron_allattn.model.activations import FLOAT
+from megatron_allattn.model.activation_backends import blocked_scratch
+from megatron_allattn.model.activation_shapes import FLOAT, Shape
 from megatron_allattn.model.network import Network, Part
 from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.model.span import cache_length
+from megatron_allattn.model.step_memory import Flight, layers_of, numel, step_parts
+from megatron_allattn.model.step_memory import step_phases as step_kinds
 from megatron_allattn.model.traffic import Place, enter_passes
 from megatron_allattn.model.traffic_update import enter_update, zero_settings
 from megatron_allattn.parallel.groups import Group
@@ -93,12 +95,12 @@ def step_phases(
 ) -> dict[str, int]:
     """The most bytes of tensors on a rank in each phase of a training step of `PlainEngine` in float32.
 
-    The backend is eager if the run says so and blocked otherwise (triton keeps about the same; what it works with is
-    its own). Included: weights, gradients and optimizer state; Adagrad's gradients with weight decay and, with several
-    replicas, the flat copies of the average; the blocked backend's scratch memory; today's and the next hidden-state
-    caches of every micro-batch slot, as long as they get; what autograd keeps of every part of the network and the most
-    that the part works with (`activations`). Not included: indices and other small tensors, buffers of the
-    communication library, Python and PyTorch themselves.
+    The backend is eager if the run says so and blocked otherwise. Included: weights, gradients and optimizer state;
+    Adagrad's gradients with weight decay and, with several replicas, the flat copies of the average; the blocked
+    backend's scratch memory; today's and the next hidden-state caches of every micro-batch slot, as long as they get;
+    what autograd keeps of every part of the network and the most that the part works with (`activations`). Not
+    included: indices and other small tensors, buffers of the communication library, Python and PyTorch themselves.
+    cluster/planning/memory.py does the same for DeepSpeed's engines, pipelines and half precision.
 
     Args:
         windows: W of every layer.
@@ -106,49 +108,39 @@ def step_phases(
         longest: how far the head of all layers looks back that looks farthest (`look_back` of model/span.py), for the
             scratch memory; by default the longest window.
 
-    Raises UsageError for what it does not know yet: pipelines, sequence parallelism, shared caches.
+    Raises UsageError for a pipeline, which that engine does not have.
     """
-    _check_predictable(run.parallel)
-    batch = batch_shape(run, world_size)
-    ranks = run.parallel.tensor_model_parallel_size
-    model, shape = run.model, activations.Shape(batch.micro_batch_size, run.training.seq_length, ranks)
+    parallel, training, model = run.parallel, run.training, run.model
+    if parallel.pipeline_model_parallel_size > 1:
+        stages, fix = parallel.pipeline_model_parallel_size, "leave it out, or see tools/plan.py"
+        raise usage_error("--pipeline-model-parallel-size", stages, "the plain engine has no pipeline", fix)
+    batch, ranks = batch_shape(run, world_size), parallel.tensor_model_parallel_size
+    cut = parallel.sequence_parallel and ranks > 1
+    shape = Shape(batch.micro_batch_size, training.seq_length, ranks, cut=cut)
     with torch.device("meta"):
         network = Network(model, vocab_size, Group(tuple(range(ranks)), 0, None), FusedOps("torch"))
-    total = _numel(network)
-    parts = _parts(network, run, shape, windows, cluster_tokens)
+    total, backend = numel(network), "eager" if training.attention_backend == "eager" else "blocked"
+    shared = parallel.shard_caches and ranks > 1
+    heads = model.num_context_heads // ranks
+    layers = layers_of(network, windows, [(window,) * heads for window in windows], shared=shared)
+    parts = step_parts(network, run, shape, layers, backend, cluster_tokens)  # type: ignore[arg-type]
     lengths = [cache_length(window, model.max_attention_span) for window in windows]
     streams = batch.micro_batch_size * batch.accumulation_steps
     moments = 2 if run.optimizer.optimizer == "adam" else 1
-    always = total * (1 + moments) + 2 * cache_bytes(lengths, streams, model.hidden_size, 1)
-    if run.training.attention_backend != "eager":
+    caches = cache_bytes(lengths, streams, model.hidden_size, 1) // (ranks if shared else 1)
+    always = total * (1 + moments) + 2 * caches
+    if backend == "blocked":
         whole = model.adaptive_span and model.span_normalization == "window"
-        always += activations.blocked_scratch(model, shape, max(windows) if whole or longest is None else longest)
+        always += blocked_scratch(model, shape, max(windows) if whole or longest is None else longest)
 
     phases = {}
-    accumulates = batch.accumulation_steps > 1  # then all gradients are there before the last micro-batch
-    live = always + (total if accumulates else 0)
-    for part in parts:
-        phases[f"{part.name} forward"] = live + part.forward
-        live += part.kept
-    for part in reversed(parts):
-        live -= part.kept
-        phases[f"{part.name} backward"] = live + part.backward
-        live += part.unfinished if accumulates else part.gradients
+    for phase in step_kinds(parts, Flight(batch.accumulation_steps)):
+        gradients = (total + phase.waiting if phase.again else phase.done) + phase.own
+        phases[phase.name] = always + phase.activations + gradients
     if batch.data_parallel_size > 1:
         phases["average"] = always + 3 * total
     phases["update"] = always + total + _update_elements(network, run)
     return {phase: elements * FLOAT for phase, elements in phases.items()}
-
-
-def _check_predictable(parallel: ParallelConfig) -> None:
-    stages = parallel.pipeline_model_parallel_size
-    for flag, value in (
-        ("--pipeline-model-parallel-size", str(stages) if stages > 1 else None),
-        ("--sequence-parallel", "on" if parallel.sequence_parallel else None),
-        ("--shard-caches", "on" if parallel.shard_caches else None),
-    ):
-        if value is not None:
-            raise usage_error(flag, value, "its memory in a step cannot be predicted", "leave it out to predict memory")
 
 
 def step_traffic(
@@ -175,53 +167,38 @@ def step_traffic(
 
     Raises UsageError for a DeepSpeed JSON whose traffic is not known.
     """
+    place = place_of(run, vocab_size, world_size, rank, parts)
+    ledger = passes_traffic(place, cache_lengths, tail_targets)
+    ledger.include(update_traffic(place))
+    return ledger
+
+
+def passes_traffic(place: Place, cache_lengths: Sequence[int] = (), tail_targets: int = 0) -> Ledger:
+    """Of `step_traffic`, what forward and backward passes send."""
+    run = place.run
     if run.parallel.shard_caches and len(cache_lengths) != run.model.num_layers:
         raise ValueError(f"cache_lengths {list(cache_lengths)}: {run.model.num_layers} layers need one each")
-    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-    layout = Layout.from_world(world_size, *sizes)
-    if parts is None:
-        reach = first_reach(run.model)
-        parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
-    place = Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
-    ledger = Ledger(layout, rank)
+    ledger = Ledger(place.layout, place.rank)
     enter_passes(ledger, place, cache_lengths, tail_targets)
+    return ledger
+
+
+def update_traffic(place: Place) -> Ledger:
+    """Of `step_traffic`, the reduction of gradients, the update, and weights that ZeRO 3 gathers."""
+    ledger = Ledger(place.layout, place.rank)
     enter_update(ledger, place, zero_settings(place))
     return ledger
 
 
-def _parts(
-    network: Network,
-    run: RunConfig,
-    shape: activations.Shape,
-    windows: Sequence[int],
-    cluster_tokens: Sequence[int],
-) -> list[activations.Part]:
-    """The network's parts in the order of a forward pass."""
-    model, vocab_size = network.config, network.vocab_size
-    assert network.embedding is not None and network.output is not None
-    tables = activations.vocabulary_tables(model, vocab_size, shape.ranks)
-    if model.cutoffs and (len(cluster_tokens) != len(tables) or sum(cluster_tokens) != shape.tokens):
-        raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {len(tables)} clusters share {shape.tokens} targets")
-    tokens = [shape.tokens, *cluster_tokens[1:]]  # every target takes part in the first softmax
-    logits = [(count, *table) for count, table in zip(tokens, tables, strict=True)]
-    position, of_output = _numel(network.position), _numel(network.output)
-    tied = of_output + _numel(network.embedding) - _numel(torch.nn.ModuleList([network.embedding, network.output]))
-    sizes = [rows * width for rows, width in tables]
-    parts = [
-        activations.embedding(model, shape, sizes, _numel(network.embedding) - tied),
-        activations.Part("positions", position, position, 3 * position, position),
-    ]
-    eager, recompute = run.training.attention_backend == "eager", run.training.recompute_granularity
-    for layer, window in enumerate(windows):
-        gradients = _numel(network.layers[layer])
-        parts += activations.layer_parts(model, shape, window, layer, gradients, eager, recompute)
-    return [*parts, activations.output(model, shape, logits, of_output, tied)]
-
-
-def _numel(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def place_of(run: RunConfig, vocab_size: int, world_size: int, rank: int, parts: Sequence[Part] | None = None) -> Place:
+    """A rank and what its stage holds, by default as a new run deals the layers."""
+    sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    layout = Layout.from_world(world_size, *sizes)
+    if parts is None:
+        parts = stage_parts(run.parallel, run.model, vocab_size, first_reach(run.model), run.training.seq_length)
+    return Place(run, vocab_size, layout, rank, parts[layout.pipeline_rank(rank)])
 
 
 def _update_elements(network: Network, run: RunConfig) -> int:
     """Temporaries of an update, which goes in place: with weight decay, Adagrad's copy of the gradients."""
-    return _numel(network) if run.optimizer.optimizer == "adagrad" and run.optimizer.weight_decay else 0
+    return numel(network) if run.optimizer.optimizer == "adagrad" and run.optimizer.weight_decay else 0

@@ -107,16 +107,21 @@ class _MadeAgain(torch.autograd.graph.saved_tensors_hooks):
     """Has autograd keep a source's function where it would keep the tensor, or another shape of it."""
 
     def __init__(self, sources: Sequence[_Source]) -> None:
-        known = {(tensor.data_ptr(), tensor.numel()): make for tensor, make in sources if tensor.numel()}
+        known = {_memory(tensor): make for tensor, make in sources if tensor.numel()}
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            make = known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
+            make = known.get(_memory(tensor)) if tensor.is_contiguous() else None
             return tensor if make is None else partial(_make, make, tensor.shape)
 
         def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
             return kept if isinstance(kept, Tensor) else kept()
 
         super().__init__(pack, unpack)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int, int]:
+    """Which elements of which memory a contiguous tensor is; tensors that have none (device meta) differ too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()
 
 
 def _make(make: Callable[[], Tensor], shape: torch.Size) -> Tensor:

@@ -1,12 +1,15 @@
-"""Which layers a pipeline stage holds."""
+"""Which layers a pipeline stage holds, and its network."""
 
 from collections.abc import Sequence
 from functools import cache
 
-from megatron_allattn.config import ModelConfig, ParallelConfig
-from megatron_allattn.model.network import Part, logical_tensors
+from megatron_allattn.config import ModelConfig, ParallelConfig, RunConfig
+from megatron_allattn.kernels.fused import FusedOps
+from megatron_allattn.kernels.registry import Attend
+from megatron_allattn.model.network import Network, Part, logical_tensors
 from megatron_allattn.model.span import look_back, window_length
 from megatron_allattn.model.work import layer_flops, vocabulary_flops
+from megatron_allattn.parallel.groups import Group
 
 
 def stage_parts(
@@ -24,6 +27,14 @@ def stage_parts(
     if parallel.pipeline_partition == "parameters":
         return cut(*_weights(model, vocab_size), stages)
     return cut(*_work(model, vocab_size, reach, tokens), stages)
+
+
+def stage_network(
+    run: RunConfig, vocab_size: int, tensor: Group, part: Part, fused: FusedOps, attend: Attend
+) -> Network:
+    """What a rank of the group `tensor` holds of a stage, as the run's flags say; its weights have no values yet."""
+    recompute, sequence_parallel = run.training.recompute_granularity, run.parallel.sequence_parallel
+    return Network(run.model, vocab_size, tensor, fused, attend, recompute, part, sequence_parallel=sequence_parallel)
 
 
 def first_reach(model: ModelConfig) -> list[list[int]]:

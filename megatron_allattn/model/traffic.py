@@ -25,13 +25,14 @@ Message = tuple[str, int]  # operation, bytes
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a run, and what its stage holds."""
+    """A rank of a run, and what its stage holds. known: the stage's parameters, where they have been made."""
 
     run: RunConfig
     vocab_size: int
     layout: Layout
     rank: int
     part: Part
+    known: Network | None = None
 
     @property
     def shards(self) -> int:
@@ -73,6 +74,8 @@ class Place:
     @cached_property
     def network(self) -> Network:
         """This rank's parameters, without memory."""
+        if self.known is not None:
+            return self.known
         with torch.device("meta"):
             group = Group(tuple(range(self.shards)), self.layout.tensor_rank(self.rank), None)
             return Network(self.run.model, self.vocab_size, group, FusedOps("torch"), part=self.part)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron_allattn.config import usage_error
+from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.config.ds_config import load_deepspeed_json
 from megatron_allattn.model.parameter_groups import parameter_groups
 from megatron_allattn.model.traffic import DOUBLE, FLOAT, Place
@@ -83,7 +83,7 @@ class ParameterGroup:
 def optimizer_groups(place: Place) -> list[ParameterGroup]:
     """The groups that engine/optimizers.py makes."""
     groups = []
-    for group in parameter_groups(place.network, one_tensor_each=_clips_tensors(place)):
+    for group in parameter_groups(place.network, one_tensor_each=clips_tensors(place.run)):
         start, gradients = 0, {}
         share = _aligned(place, sum(one.numel() for one in group["params"])) // place.layout.data_size
         for parameter in group["params"]:
@@ -101,43 +101,51 @@ def _aligned(place: Place, numel: int) -> int:
     return math.ceil(numel / unit) * unit
 
 
-def _clips_tensors(place: Place) -> bool:
-    optimizer = place.run.optimizer
+def clips_tensors(run: RunConfig) -> bool:
+    """Whether every tensor is clipped by itself."""
+    optimizer = run.optimizer
     return optimizer.optimizer == "adagrad" and optimizer.clip_grad > 0
 
 
 def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     """Enter a step's messages from the reduction of gradients on, and whenever ZeRO 3 gathers weights."""
-    stage, groups = settings["stage"], optimizer_groups(place)
     if place.layout.pipeline_size > 1:
         _enter_tied(ledger, place)
-    _enter_gradients(ledger, place, settings, groups)
+    enter_gradients(ledger, place, settings)
+    if settings["stage"] == 3:
+        enter_weights(ledger, place, settings)
+    enter_step(ledger, place, settings)
+
+
+def enter_step(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
+    """Enter what follows once gradients are sums over the replicas, in the order in which it is sent."""
+    stage, groups = settings["stage"], optimizer_groups(place)
     if stage == 0:
         ledger.add("tensor", "all_reduce", DOUBLE)  # the norm
         ledger.add("pipeline", "all_reduce", DOUBLE)
         sharded = sum(group.sharded for group in groups)
-        if _clips_tensors(place) and sharded:
+        if clips_tensors(place.run) and sharded:
             ledger.add("tensor", "all_reduce", sharded * DOUBLE)
         return
     if place.run.training.fp16:  # whether a gradient overflows
         ledger.add("data", "all_reduce", FLAG)
         ledger.add("replica" if place.layout.pipeline_size > 1 else "tensor", "all_reduce", FLAG)
     if stage == 3:
-        enter_weights(ledger, place, settings)
         number = DOUBLE if settings["offload_optimizer"] is None else FLOAT
-        parts = sum(_sub_groups(group, place.layout.data_size, settings["sub_group_size"]) for group in groups)
-        ledger.add("data", "all_reduce", parts * number, parts)
-        ledger.add("tensor", "all_reduce", parts * number, parts)
+        for group in groups:
+            for _ in range(_sub_groups(group, place.layout.data_size, settings["sub_group_size"])):
+                ledger.add("data", "all_reduce", number)
+                ledger.add("tensor", "all_reduce", number)
         ledger.add("tensor", "all_reduce", DOUBLE)  # whether the loss is finite
     else:
         ledger.add("world", "all_reduce", DOUBLE)
     for group in groups:
-        if _clips_tensors(place):  # one call of the optimizer for each group
+        if clips_tensors(place.run):  # one call of the optimizer for each group
             ledger.add("data", "all_reduce", DOUBLE)
             if group.sharded:
                 ledger.add("tensor", "all_reduce", DOUBLE)
-        if stage < 3:
-            ledger.add("data", "all_gather", _aligned(place, group.numel) * place.element)
+    for group in groups if stage < 3 else ():
+        ledger.add("data", "all_gather", _aligned(place, group.numel) * place.element)
 
 
 def _enter_tied(ledger: Ledger, place: Place) -> None:
@@ -150,10 +158,10 @@ def _enter_tied(ledger: Ledger, place: Place) -> None:
             ledger.add("ends", "all_reduce", parameter.numel() * place.element)
 
 
-def _enter_gradients(ledger: Ledger, place: Place, settings: dict[str, Any], groups: Sequence[ParameterGroup]) -> None:
+def enter_gradients(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     """Averages over the replicas, in buckets: once a step, under ZeRO 2 and 3 after every micro-batch."""
-    stage, limit, parts = settings["stage"], settings["reduce_bucket_size"], place.layout.data_size
-    gradients = {parameter: one for group in groups for parameter, one in group.gradients.items()}
+    stage, limit = settings["stage"], settings["reduce_bucket_size"]
+    gradients = {parameter: one for group in optimizer_groups(place) for parameter, one in group.gradients.items()}
     times = place.slots if stage > 1 else 1
     if stage == 0:
         for numel in _emptied((one.numel() for one in place.network.parameters()), WHOLE_BUCKET):
@@ -163,12 +171,20 @@ def _enter_gradients(ledger: Ledger, place: Place, settings: dict[str, Any], gro
     if stage > 1:
         order = gradient_order(place.network, eager=place.run.training.attention_backend == "eager")
     for bucket in buckets([gradients[one] for one in order], limit):
-        if stage == 3:
-            padded = sum(padded_share(one.numel, parts) * parts for one in bucket)
-            ledger.add("data", "reduce_scatter", times * padded * place.element, times)
-            continue
-        for numel in _emptied((share for one in bucket for share in one.shares), limit):
-            ledger.add("data", "all_reduce", times * numel * place.element, times)
+        enter_bucket(ledger, place, settings, bucket, times)
+
+
+def enter_bucket(
+    ledger: Ledger, place: Place, settings: dict[str, Any], bucket: Sequence[Gradient], times: int = 1
+) -> None:
+    """Enter the average of one bucket of gradients under ZeRO 1 to 3."""
+    parts = place.layout.data_size
+    if settings["stage"] == 3:
+        padded = sum(padded_share(one.numel, parts) * parts for one in bucket)
+        ledger.add("data", "reduce_scatter", times * padded * place.element, times)
+        return
+    for numel in _emptied((share for one in bucket for share in one.shares), settings["reduce_bucket_size"]):
+        ledger.add("data", "all_reduce", times * numel * place.element, times)
 
 
 def _emptied(sizes: Iterable[int], limit: int) -> Iterator[int]:

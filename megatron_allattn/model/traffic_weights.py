@@ -9,6 +9,7 @@ was made to the first, so that in backward weights are fetched as modules have e
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -32,21 +33,66 @@ Event = tuple[Literal["begin", "end"], nn.Module]
 Act = tuple[Literal["fetch", "release"], nn.Module]
 
 
-def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
-    """Enter what a step gathers; settings: of `zero_settings`."""
-    network, parts = place.network, place.layout.data_size
-    small = [one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]]
-    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
-    coordinator = _Coordinator(acts, set(small), settings)
+@dataclass(frozen=True)
+class Gathers:
+    """The weights that each message gathers: before the step, in each micro-batch, after the update."""
+
+    before: list[list[nn.Parameter]]
+    micro_batches: list[list[list[nn.Parameter]]]
+    after: list[list[nn.Parameter]]
+
+
+def gathers(place: Place, settings: dict[str, Any]) -> Gathers:
+    """What a step gathers; settings: of `zero_settings`."""
+    network = place.network
+    coordinator, small = _coordinator(place, settings)
     spans = network.span_parameters()  # read before the step, one by one, and given up again
-    gathered = [[one] for one in spans if one not in coordinator.there]
+    before = [[one] for one in spans if one not in coordinator.there]
     coordinator.there -= set(spans)
-    for _ in range(place.slots):
-        gathered += coordinator.micro_batch()
-    gathered += [[one] for one in small]  # after the update
-    for weights in gathered:
-        size = sum(padded_share(one.numel(), parts) * parts for one in weights)
-        ledger.add("data", "all_gather", size * place.element)
+    micro_batches = coordinator.micro_batches(place.slots)
+    return Gathers(before, micro_batches, [[one] for one in network.parameters() if one in small])
+
+
+def enter_gather(ledger: Ledger, place: Place, weights: Iterable[nn.Parameter]) -> None:
+    """Enter a message that gathers these."""
+    parts = place.layout.data_size
+    ledger.add("data", "all_gather", sum(padded_share(one.numel(), parts) * parts for one in weights) * place.element)
+
+
+def enter_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
+    """Enter all that a step gathers."""
+    of = gathers(place, settings)
+    for weights in [*of.before, *(one for micro_batch in of.micro_batches for one in micro_batch), *of.after]:
+        enter_gather(ledger, place, weights)
+
+
+def gathered_sizes(place: Place, settings: dict[str, Any]) -> tuple[int, int]:
+    """Elements of small weights that stay whole, as they are after a micro-batch, and the most elements of others that
+    are whole at a time, with the message in which the last of them have come.
+
+    What has come alone fills its message, which is padded; of what has come together each has been cut out.
+    """
+    network, parts = place.network, place.layout.data_size
+
+    def padded(weights: Iterable[nn.Parameter]) -> int:
+        return sum(padded_share(one.numel(), parts) * parts for one in weights)
+
+    coordinator, small = _coordinator(place, settings)
+    spans = {one for one in network.span_parameters() if one in coordinator.there}
+    coordinator.there -= spans
+    stay, most = padded(small - spans), 0
+    for weights in coordinator.micro_batch():
+        stay += sum(one.numel() if len(weights) > 1 else padded([one]) for one in spans.intersection(weights))
+        most = max(most, padded(coordinator.there - small) + (padded(weights) if len(weights) > 1 else 0))
+    return stay, most
+
+
+def _coordinator(place: Place, settings: dict[str, Any]) -> tuple["_Coordinator", set[nn.Parameter]]:
+    """As it is after an update, and the small weights, which are there."""
+    network = place.network
+    small = {one for one in network.parameters() if one.numel() <= settings["stage3_param_persistence_threshold"]}
+    acts = list(_acts(network, recompute=place.run.training.recompute_granularity == "full"))
+    return _Coordinator(acts, set(small), settings), small
 
 
 def _events(module: nn.Module) -> Iterator[Event]:
@@ -86,12 +132,24 @@ class _Coordinator:
     def __init__(self, acts: Sequence[Act], small: set[nn.Parameter], settings: dict[str, Any]) -> None:
         self._acts, self._small, self._settings = acts, small, settings
         self._fetched = [module for act, module in acts if act == "fetch"]
+        self._own = {module: list(module.parameters(recurse=False)) for _, module in acts}
+        self._sizes = {module: sum(one.numel() for one in own) for module, own in self._own.items()}
         self.there = set(small)
         self._kept: dict[tuple[nn.Module, int], set[nn.Parameter]] = {}  # what is not given up, as first decided
 
+    def micro_batches(self, count: int) -> list[list[list[nn.Parameter]]]:
+        """What each of `count` gathers. One that begins as the one before it gathers the same."""
+        gathered: list[list[list[nn.Parameter]]] = []
+        before = None
+        for _ in range(count):
+            state = frozenset(self.there), len(self._kept)
+            gathered.append(gathered[-1] if state == before else list(self.micro_batch()))
+            before = state
+        return gathered
+
     def micro_batch(self) -> Iterator[list[nn.Parameter]]:
         """What is gathered, message by message."""
-        self._queue = deque((one, step) for step, module in enumerate(self._fetched) for one in _own(module))
+        self._queue = deque((one, step) for step, module in enumerate(self._fetched) for one in self._own[module])
         self._last = defaultdict[nn.Parameter, int](lambda: -1)  # for which step a weight has been looked at
         self._users = defaultdict[nn.Parameter, set[nn.Module]](set)
         self._numel = self._step = 0
@@ -103,7 +161,7 @@ class _Coordinator:
         self._give_up(one for one in list(self.there) if one in self._users)
 
     def _fetch(self, module: nn.Module) -> Iterator[list[nn.Parameter]]:
-        needed = _own(module)
+        needed = self._own[module]
         yield from self._gather(needed)
         for one in needed:
             self._users[one].add(module)
@@ -132,7 +190,7 @@ class _Coordinator:
             yield missing
 
     def _release(self, module: nn.Module) -> None:
-        own, key = _own(module), (module, self._step)
+        own, key = self._own[module], (module, self._step)
         if key not in self._kept:
             self._kept[key] = self._needed_again(own)
         for one in own:
@@ -152,10 +210,6 @@ class _Coordinator:
         for module in self._fetched[self._step :]:
             if passed >= self._settings["stage3_max_reuse_distance"]:
                 break
-            again.update(_own(module))
-            passed += sum(one.numel() for one in _own(module))
+            again.update(self._own[module])
+            passed += self._sizes[module]
         return again
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))

@@ -86,36 +86,54 @@ def flops_by_part(
     """`step_flops` by part: `embedding`, `block`, `cached`, `attention` (scores and values), `out`, `memory` (of
     variants), `feed-forward`, `output`; the layers' parts are sums over layers."""
     tokens, heads = batch * block, config.num_context_heads
-    size = config.head_size
-    narrow = heads * size
     if len(look_back) != config.num_layers or any(len(layer) != heads for layer in look_back):
         raise ValueError(f"look_back {[len(layer) for layer in look_back]}: {config.num_layers} layers × {heads} heads")
     if backend not in ("eager", "blocked", "triton"):
         raise ValueError(f"backend {backend}: known are eager, blocked, triton")
     parts = _vocabulary(config, vocab_size, tokens, cluster_tokens, training)
     for layer in look_back:
-        again = _layer(config, batch, block, layer, backend, training=False) if training and recompute == "full" else {}
-        repeated = {name: work.executed for name, work in again.items()}
-        if training and recompute == "selective" and backend != "eager":
-            repeated["block"] = 6 * tokens * config.hidden_size * narrow  # q, k and v
-            repeated["cached"] = 4 * batch * config.hidden_size * size * sum(layer) if backend == "triton" else 0
+        repeated = _repeated(config, batch, block, layer, backend, recompute if training else "none")
         for name, work in _layer(config, batch, block, layer, backend, training).items():
             parts[name] = parts.get(name, Work(0, 0)) + work + Work(0, repeated.get(name, 0))
     return parts
 
 
-def layer_flops(config: ModelConfig, batch: int, block: int, reach: Sequence[int], backend: str) -> Work:
+def layer_flops(
+    config: ModelConfig, batch: int, block: int, reach: Sequence[int], backend: str, recompute: Recompute = "none"
+) -> Work:
     """Of one layer whose heads look back so far, forward and backward."""
-    return sum(_layer(config, batch, block, reach, backend, training=True).values(), Work(0, 0))
+    repeated = _repeated(config, batch, block, reach, backend, recompute)
+    work = sum(_layer(config, batch, block, reach, backend, training=True).values(), Work(0, 0))
+    return work + Work(0, sum(repeated.values()))
+
+
+def _repeated(
+    config: ModelConfig, batch: int, block: int, reach: Sequence[int], backend: str, recompute: Recompute
+) -> dict[str, int]:
+    """What is computed a second time of a layer, by part."""
+    if recompute == "full":
+        again = _layer(config, batch, block, reach, backend, training=False)
+        return {name: work.executed for name, work in again.items()}
+    if recompute == "none" or backend == "eager":
+        return {}
+    narrow, D = config.num_context_heads * config.head_size, config.hidden_size
+    of_block = 6 * batch * block * D * narrow  # q, k and v
+    return {"block": of_block, "cached": 4 * batch * D * config.head_size * sum(reach) if backend == "triton" else 0}
 
 
 def vocabulary_flops(config: ModelConfig, vocab_size: int, tokens: int) -> dict[str, Work]:
     """`embedding`, if it is adaptive, and `output`, forward and backward, where words are as frequent as they usually
     are: the n-th with a probability of about 1 / n."""
+    shares = usual_cluster_tokens(config, vocab_size, tokens)
+    return _vocabulary(config, vocab_size, tokens, shares, training=True)
+
+
+def usual_cluster_tokens(config: ModelConfig, vocab_size: int, tokens: int) -> list[int]:
+    """How many of `tokens` are in each cluster of an adaptive vocabulary, where words are as frequent as they usually
+    are; of a plain one all of them."""
     edges = [math.log(edge + 1) for edge in (0, *config.cutoffs, vocab_size)]
     upper = [round(tokens * edge / edges[-1]) for edge in edges]
-    shares = [stop - start for start, stop in itertools.pairwise(upper)]
-    return _vocabulary(config, vocab_size, tokens, shares, training=True)
+    return [stop - start for start, stop in itertools.pairwise(upper)]
 
 
 def _product(forward: int, training: bool, backward: int = 2, executed: int | None = None) -> Work:

@@ -100,7 +100,7 @@ class _ClusterTables(nn.Module):
             for key, logical in ((f"weight{k}", table), (f"projection{k}", projection)):
                 parameter = logical_parameter(logical, group) if tied is None else tied.get_parameter(key)
                 self.register_parameter(key, parameter)
-        self.register_buffer("cutoffs", torch.tensor(clusters.cutoffs), persistent=False)
+        self.register_buffer("cutoffs", torch.tensor(clusters.cutoffs, device="cpu"), persistent=False)
 
     def weight(self, k: int) -> nn.Parameter:
         """E_k, this rank's rows."""
@@ -125,7 +125,7 @@ class AdaptiveEmbedding(_ClusterTables):
 
     def __init__(self, name: str, clusters: Clusters, group: Group) -> None:
         super().__init__(name, clusters, group, [Init("normal", 1.0)] * len(clusters), tied=None)
-        self.register_buffer("own_ids", torch.tensor(clusters.own_ids(group)), persistent=False)
+        self.register_buffer("own_ids", torch.tensor(clusters.own_ids(group), device="cpu"), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         size, count = self.clusters.hidden_size, len(self.clusters)

@@ -16,6 +16,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.parallel import meeting
 from megatron_allattn.parallel.collectives import PeerFailed
+from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
@@ -98,7 +101,7 @@ def initialize(info: RankInfo, timeout: float, device: torch.device) -> None:
     """Start `torch.distributed` (NCCL on a GPU, gloo on the CPU); `timeout` in seconds holds for every collective.
 
     The rank variables are put into the environment, where DeepSpeed looks for them. Collective. Raises LaunchError when
-    the port is in use or the ranks do not meet within the time-out.
+    the port is in use or not all ranks come within the time-out, PeerFailed when another has said so.
     """
     os.environ.update(
         RANK=str(info.rank),
@@ -119,14 +122,22 @@ def initialize(info: RankInfo, timeout: float, device: torch.device) -> None:
     watch = threading.Timer(timeout + MEETING_SLACK_SECONDS, _give_up, (info, timeout))
     watch.daemon = True
     watch.start()
+    begin = time.monotonic()
     try:
-        dist.init_process_group(
-            backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=duration
-        )
+        store = meeting.open_store(info.rank, info.world_size, info.master_addr, info.master_port, timeout)
+        here = meeting.Arrival(socket.gethostname(), info.local_rank, info.local_world_size)
+        left = timeout - (time.monotonic() - begin)
+        missing = meeting.wait_for_all(store, here, info.rank, info.world_size, left)
+        if missing is None:
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=duration)
+            return
     except (RuntimeError, ValueError, OSError) as error:  # torch.distributed.DistError is a RuntimeError
         raise LaunchError(_launch_message(info, timeout, error)) from error
     finally:
         watch.cancel()
+    if missing.told_by != info.rank:
+        raise PeerFailed(missing.told_by, 1)
+    raise LaunchError(_launch_message(info, timeout, TimeoutError(missing.message)))
 
 
 def _give_up(info: RankInfo, timeout: float) -> None:
@@ -236,6 +247,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, size_name)
     job, step = _integer(environ, "SLURM_JOB_ID", 0), _integer(environ, "SLURM_STEP_ID", 0)
+    restart = _integer(environ, "SLURM_RESTART_COUNT", 0)  # ranks of the life before may still hold their port
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else environ.get("SLURM_LAUNCH_NODE_IPADDR"))
     if not address:
@@ -247,30 +259,9 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         local_world_size=tasks_on_node(per_node, _integer(environ, "SLURM_NODEID", 0)),
         master_addr=address,
-        master_port=_integer(environ, "MASTER_PORT", PORTS[(31 * job + step) % len(PORTS)]),
+        master_port=_integer(environ, "MASTER_PORT", PORTS[(31 * job + 7 * restart + step) % len(PORTS)]),
         source="srun",
     )
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of SLURM's compressed list: `gpu[007-009,12]-x,login1` gives gpu007-x. Raises UsageError."""
-    match = re.fullmatch(r"((?:[^\[\],\s]|\[\d[\d,-]*\])+)(,.*)?", nodelist.strip())
-    if match is None:
-        raise usage_error("SLURM_JOB_NODELIST", nodelist, "not a list of hosts", "set MASTER_ADDR to the first host")
-    return re.sub(r"\[(\d+)[\d,-]*\]", r"\1", match[1])
-
-
-def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Entry `node` of SLURM's compressed counts: `4(x2),3` means 4, 4, 3. Raises UsageError."""
-    counts: list[int] = []
-    for part in tasks_per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise usage_error("SLURM_TASKS_PER_NODE", tasks_per_node, "not a list of counts", "start with srun")
-        counts += [int(match[1])] * int(match[2] or 1)
-    if not 0 <= node < len(counts):
-        raise usage_error("SLURM_NODEID", node, f"SLURM_TASKS_PER_NODE={tasks_per_node} has no such node", "use srun")
-    return counts[node]
 
 
 def _checked(info: RankInfo) -> RankInfo:

@@ -38,7 +38,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_allattn.config.errors import one_line
-from megatron_allattn.config.reporting import GRACE_SECONDS
+from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.parallel.board import Board, Silent
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.launcher import deepspeed_launcher
@@ -280,6 +280,8 @@ class Watch:
         self.last_words(ending)
         if ending.speaks:
             print(f"error: {ending.message}", file=sys.stderr, flush=True)
+        else:
+            ends_for_another()
         self.told()
         sys.stdout.flush()
         os._exit(ending.exit_code)

@@ -57,10 +57,12 @@ def close_groups() -> None:
         dist.destroy_process_group()
 
 
-def make_groups(layout: Layout, timeout: timedelta, saving_timeout: timedelta | None = None) -> Groups:
+def make_groups(
+    layout: Layout, timeout: timedelta, saving_timeout: timedelta | None = None, backend: str | None = None
+) -> Groups:
     """Make every process group of `layout`. Collective: all ranks of the initialized default group call it together.
 
-    saving_timeout: of the group `saving`, if it is another.
+    saving_timeout: of the group `saving`, if it is another; backend: of the other groups, if not the default group's.
 
     Raises ValueError when the default group's size is not the layout's.
     """
@@ -68,22 +70,22 @@ def make_groups(layout: Layout, timeout: timedelta, saving_timeout: timedelta | 
     if world_size != layout.world_size:
         raise ValueError(f"world size {world_size}: the layout {layout} needs {layout.world_size} ranks")
     everyone = [list(range(world_size))]
-    world = _join(everyone, rank, timeout)
+    world = _join(everyone, rank, timeout, backend)
     return Groups(
         layout=layout,
         rank=rank,
         world=world,
-        saving=_join(everyone, rank, saving_timeout or timeout, backend="gloo"),
-        tensor=_join(_distinct(layout.tensor_group, world_size), rank, timeout),
-        data=_join(_distinct(layout.data_group, world_size), rank, timeout),
-        **(_pipeline_groups(layout, rank, timeout) if layout.pipeline_size > 1 else {}),
+        saving=_join(everyone, rank, saving_timeout or timeout, "gloo"),
+        tensor=_join(_distinct(layout.tensor_group, world_size), rank, timeout, backend),
+        data=_join(_distinct(layout.data_group, world_size), rank, timeout, backend),
+        **(_pipeline_groups(layout, rank, timeout, backend) if layout.pipeline_size > 1 else {}),
     )
 
 
-def _pipeline_groups(layout: Layout, rank: int, timeout: timedelta) -> dict[str, Group]:
+def _pipeline_groups(layout: Layout, rank: int, timeout: timedelta, backend: str | None) -> dict[str, Group]:
     pipelines = _distinct(layout.pipeline_group, layout.world_size)
     ends = _distinct(layout.ends_group, layout.world_size)
-    return {"pipeline": _join(pipelines, rank, timeout), "ends": _join(ends, rank, timeout)}
+    return {"pipeline": _join(pipelines, rank, timeout, backend), "ends": _join(ends, rank, timeout, backend)}
 
 
 def _distinct(group_of, world_size: int) -> list[list[int]]:

@@ -68,6 +68,11 @@ class Ledger:
         pipeline = self._groups["pipeline"]
         self.add_among(pipeline if peer in pipeline else (self._rank, peer), operation, num_bytes)
 
+    def include(self, other: "Ledger") -> None:
+        """Enter what another ledger of the same rank has."""
+        for key, messages in other.entries.items():
+            self.entries[key] = self.entries.get(key, Messages()) + messages
+
     def sent(self) -> float:
         """Bytes that leave this rank where every collective sends as little as it can, as rings do: of P ranks,
         (P − 1) / P of an all_gather or reduce_scatter, twice that of an all_reduce; of a pair, what is sent.

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
+from megatron_allattn.checkpoint.folder import OUTCOME
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
-from megatron_allattn.config.reporting import GRACE_SECONDS
+from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
@@ -32,7 +33,6 @@ from megatron_allattn.training.loop import train
 from megatron_allattn.training.session import Session, exit_code, open_session
 
 STOPPED = 3  # exit code
-OUTCOME = "outcome.json"
 SAVING_SLACK_SECONDS = 30.0
 """How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 
@@ -50,11 +50,13 @@ def as_rank(
     check: Callable[[int], None],
     parallel: ParallelConfig,
     body: Callable[[Groups, torch.device, Watch], int],
+    meet: Callable[[discovery.RankInfo, ParallelConfig], tuple[Groups, torch.device]] | None = None,
 ) -> int:
     """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, which gives
     the exit code, and report what goes wrong, on whichever rank.
 
     check: is given the number of processes and raises what is wrong with it, before the ranks wait for each other.
+    meet: makes the groups and chooses the device, if not as a training does.
     Returns the exit code.
     """
     try:
@@ -63,7 +65,7 @@ def as_rank(
         return report_error(error, first=True)
     try:
         check(info.world_size)
-        groups, device = _meet(info, parallel)
+        groups, device = (meet or _meet)(info, parallel)
     except Exception as error:
         return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
     watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
@@ -89,6 +91,8 @@ def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
             traceback.print_exception(error)
         if groups.world.size > 1 or not with_traceback:
             print(f"error: {ending.message}", file=sys.stderr, flush=True)
+    else:
+        ends_for_another()
     watch.told()
     return ending.exit_code
 
@@ -143,12 +147,11 @@ def report_error(error: BaseException, *, first: bool) -> int:
     first: whether this rank speaks for an error that every rank has. The silent ones wait a moment, since many
     launchers end all ranks as soon as one has ended.
     """
-    if isinstance(error, PeerFailed):
+    if isinstance(error, PeerFailed) or not first:
+        ends_for_another()
         time.sleep(GRACE_SECONDS)
-        return error.exit_code
-    if not first:
-        time.sleep(GRACE_SECONDS)
-    elif _says_all(error):
+        return error.exit_code if isinstance(error, PeerFailed) else exit_code(error)
+    if _says_all(error):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

@@ -27,14 +27,13 @@ from megatron_allattn.data.streams import TokenStreams, num_evaluation_blocks
 from megatron_allattn.engine.balance import Balance, balance_heads
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine, check_zero_settings
 from megatron_allattn.engine.finite import NotFinite
-from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.interface import Engine, precision_of
 from megatron_allattn.engine.pipeline_engine import PipelineEngine
 from megatron_allattn.kernels.fused import FusedOps, choose_fused
 from megatron_allattn.kernels.registry import Attend
 from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
-from megatron_allattn.model.network import Network
-from megatron_allattn.model.partition import first_reach, stage_parts
+from megatron_allattn.model.partition import first_reach, stage_network, stage_parts
 from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel.collectives import PeerFailed, agree, all_reduce_max, broadcast_object
 from megatron_allattn.parallel.failures import Watch
@@ -42,6 +41,7 @@ from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
+from megatron_allattn.training.pace import record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
     UNKNOWN_TOKENS,
@@ -226,7 +226,7 @@ def open_session(
     if streams.dropped_tokens:
         notes.insert(0, f"the last {streams.dropped_tokens:,} training tokens are in no stream")
     fused = agreed(lambda: _fused(run, device))
-    attention = agreed(lambda: backend_of(run.model, run.training.attention_backend, device, _precision(run)))
+    attention = agreed(lambda: backend_of(run.model, run.training.attention_backend, device, precision_of(run)))
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
     source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
     step_folder, skipped = broadcast_object(source, groups.world)
@@ -266,7 +266,8 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
     if kept.save is None:
         return None
 
-    def retain(run_folder: Path, step: int) -> None:
+    def retain(run_folder: Path, step: int, seconds: float) -> None:
+        record_save(run_folder, step, seconds, engine.groups.world.size)
         if kept.keep_latest_k:
             folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
 
@@ -285,14 +286,10 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """The network at its initial weights, in DeepSpeed's hands. reach: by which layers are dealt to stages."""
     parts = stage_parts(run.parallel, run.model, vocab_size, reach, run.training.seq_length)
-    part = parts[groups.pipeline.rank]
-    recompute, sequence_parallel = run.training.recompute_granularity, run.parallel.sequence_parallel
-    network = Network(
-        run.model, vocab_size, groups.tensor, fused, attend, recompute, part, sequence_parallel=sequence_parallel
-    )
+    network = stage_network(run, vocab_size, groups.tensor, parts[groups.pipeline.rank], fused, attend)
     initialize(network, run.training.seed)
     engine = PipelineEngine if len(parts) > 1 else DeepSpeedEngine
-    return engine(network, run, groups, device, _precision(run), fused)
+    return engine(network, run, groups, device, precision_of(run), fused)
 
 
 def _reach(run: RunConfig, step_folder: Path | None) -> Sequence[Sequence[int]]:
@@ -302,10 +299,6 @@ def _reach(run: RunConfig, step_folder: Path | None) -> Sequence[Sequence[int]]:
         return first_reach(model)
     z, sizes = saved_spans(step_folder, model).tolist(), (model.max_attention_span, model.span_ramp)
     return layers_look_back(z, layer_windows(z, *sizes), *sizes)
-
-
-def _precision(run: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
 
 
 def _check_precision(run: RunConfig, device: torch.device) -> None:

@@ -30,10 +30,11 @@ from tests.support.commands import (
     run_ranks,
 )
 from tests.support.layouts import rest
-from tests.support.loopback import HOSTS, loopback_hosts, missing_programs
+from tests.support.loopback import HOSTS, loopback_hosts, missing_programs, open_mpi
 from tests.support.template import Template
 
 LAUNCH = ROOT / "launch"
+RANK = str(LAUNCH / "rank.py")
 STEPS = 6
 # What a shell, pdsh or an argument parser on the way could act on, as the name of the run folder.
 NASTY = "run \"a\" 'b' $HOME $(touch canary) `touch canary` %h %n \\n;&|*?~#{x,y}"
@@ -113,11 +114,17 @@ def test_torchrun(data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path) -
 
 
 @pytest.mark.cluster
-def test_mpirun(data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mpi", ["MPICH", "Open MPI"])
+def test_mpirun(
+    data: Path, two_ranks: list[dict[str, Any]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, mpi: str
+) -> None:
     pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
-    if not (BIN / "mpirun").exists():
+    variables = {"NPROC": "2"}
+    if mpi == "Open MPI":
+        variables |= open_mpi(tmp_path_factory.mktemp("mpi"))
+    elif not (BIN / "mpirun").exists():
         pytest.skip(f"no mpirun beside this Python, {BIN}: pip install mpich")
-    done = run(str(LAUNCH / "mpirun.sh"), *flags(data, 2), folder=tmp_path, variables={"NPROC": "2"})
+    done = run(str(LAUNCH / "mpirun.sh"), *flags(data, 2), folder=tmp_path, variables=variables)
     check_ended(done, 2)
     check_folder(tmp_path, 2)
     assert done.stderr == ""
@@ -199,7 +206,8 @@ with open(os.environ["DS_ENV_FILE"]) as first, open(os.environ["DS_ENV_FILE"]) a
     assert os.path.isfile(os.environ["DS_ENV_FILE"])
     variables = first.read()
     assert variables == second.read()
-print(json.dumps([sys.argv[1:], variables]))
+hosts = open(sys.argv[sys.argv.index("--hostfile") + 1]).read()
+print(json.dumps([sys.argv[1:], variables, hosts]))
 """
 
 ARGUMENTS = [
@@ -231,14 +239,15 @@ def recorder(tmp_path: Path) -> dict[str, str]:
 def test_hosts_script_quotes_for_every_shell_on_the_way(tmp_path: Path, recorder: dict[str, str], shell: str) -> None:
     done = run(str(LAUNCH / "deepspeed_hosts.sh"), *ARGUMENTS, folder=tmp_path, variables=recorder)
     assert (done.returncode, done.stderr) == (0, "")
-    handed_over, _ = json.loads(done.stdout)
-    begin = handed_over.index(f"'{PRETRAIN}'")
+    handed_over, _, read = json.loads(done.stdout)
+    begin = handed_over.index(f"'{RANK}'")
     line = " ".join(through_the_launcher(argument) for argument in handed_over[begin:])
     echo = subprocess.run([shell, "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, cwd=tmp_path)
-    assert echo.stdout.decode().split("\0") == [PRETRAIN, *ARGUMENTS, ""]
+    assert echo.stdout.decode().split("\0") == [RANK, PRETRAIN, *ARGUMENTS, ""]
     assert handed_over[:begin] == [
-        *("--quiet", "--force_multi", "--hostfile", "hosts", "--master_port", "29500", "--master_addr", "node-1")
+        *("--quiet", "--force_multi", "--hostfile", "/dev/fd/8", "--master_port", "29500", "--master_addr", "node-1")
     ]
+    assert read == "node-1.example slots=4\nnode_2 slots=8\n"
 
 
 def test_hosts_script_passes_on_the_environment(tmp_path: Path, recorder: dict[str, str]) -> None:
@@ -263,6 +272,7 @@ def test_hosts_script_passes_on_the_environment(tmp_path: Path, recorder: dict[s
         ("h1\n", "hosts, line 1: 'h1' is not"),
         ("h1 slots=1 and more\n", "hosts, line 1: 'h1 slots=1 and more' is not"),
         ("h1 slots=1\n# again\nh1 slots=2\n", "hosts, line 3: h1 is there twice"),
+        ("h1 slots=1\nh1.cluster.local slots=2\n", "hosts, line 2: h1.cluster.local is h1, which is there already"),
         ("fe80::1 slots=1\n", "hosts, line 1: 'fe80::1 slots=1' is not"),
         ("h[1-3] slots=1\n", "hosts, line 1: 'h[1-3] slots=1' is not"),
         ("h;touch${IFS}canary slots=1\n", "hosts, line 1: 'h;touch${IFS}canary slots=1' is not"),
@@ -298,7 +308,7 @@ def test_the_example_hostfile_is_one(tmp_path: Path, recorder: dict[str, str]) -
     example = str(LAUNCH / "hostfile.example")
     done = run(str(LAUNCH / "deepspeed_hosts.sh"), folder=tmp_path, variables=recorder | {"HOSTFILE": example})
     assert (done.returncode, done.stderr) == (0, "")
-    assert example in json.loads(done.stdout)[0]
+    assert json.loads(done.stdout)[2] == "node1 slots=8\nnode2 slots=8\n"
 
 
 @pytest.mark.parametrize(
@@ -328,6 +338,7 @@ def test_torchrun_over_several_hosts_is_told_who_they_are(tmp_path: Path) -> Non
         "4",
         *hosts,
         "--",
+        RANK,
         PRETRAIN,
         "--log-dir",
         "$x",

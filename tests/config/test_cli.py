@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_allattn.config import RECIPES, RunConfig, UsageError, parse
+from megatron_allattn.config import RECIPES, DryRunConfig, RunConfig, UsageError, parse, parse_command
 
 
 def test_no_flags_give_the_defaults() -> None:
@@ -163,3 +163,14 @@ def test_the_first_unusable_value_is_named_whichever_flags_surround_it(capfd: py
     with pytest.raises(UsageError, match=r"^--adam-eps tiny: must be a number; the default is 1e-08$"):
         parse(["--recipe", "demo", "--seed", "3", "--adam-eps", "tiny", "--train-iters", "x"])
     assert capfd.readouterr() == ("", "")
+
+
+def test_flags_of_a_dry_run_are_no_part_of_the_run() -> None:
+    flags = ["--recipe", "demo", "--seed", "7"]
+    command = parse_command([*flags, "--dry-run", "--world-size=8", "--gpu", "h100-80"])
+    assert (command.run, command.explicit) == parse(flags)
+    assert command.dry_run == DryRunConfig(dry_run=True, world_size=8, gpu="h100-80")
+    assert "world_size" not in str(command.run.to_dict())
+    assert parse_command(flags).dry_run is None
+    with pytest.raises(UsageError, match=r"^--dry-run: only pretrain\.py itself checks a job; leave it out here$"):
+        parse(["--dry-run", "--world-size", "8"])

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_allattn.benchmark.tensor_bytes import profiled_peak
 from megatron_allattn.config import ModelConfig
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.kernels.registry import BACKENDS
 from tests.support import trajectories
 from tests.support.layouts import rest
-from tests.support.memory import profiled_peak
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, run_config
 

@@ -21,6 +21,10 @@ def deepspeed() -> tuple[list[str], dict[str, str]]:
     return ["deepspeed", "--quiet", "--num_gpus", "2", "--master_port", str(free_port()), PRETRAIN], {}
 
 
+def torchrun_alone() -> tuple[list[str], dict[str, str]]:
+    return ["torchrun", "--nproc-per-node", "2", "--", PRETRAIN], {}
+
+
 def torchrun() -> tuple[list[str], dict[str, str]]:
     return [str(LAUNCH / "torchrun.sh")], {"NPROC_PER_NODE": "2"}
 
@@ -62,15 +66,17 @@ def test_the_deepspeed_command_is_missed(runs: Runs, name: str) -> None:
     check_stopped(runs.folder / "run", "SIGHUP")
 
 
-def test_torchrun_passes_sigterm_on(runs: Runs) -> None:
-    code, _ = signalled(runs, torchrun(), signal.SIGTERM)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_torchrun_passes_sigterm_on(runs: Runs, name: str) -> None:
+    """The script makes SIGUSR1, of which torchrun would die, a SIGTERM."""
+    code, _ = signalled(runs, torchrun(), signal.Signals[name])
     assert code == 1
     check_stopped(runs.folder / "run", "SIGTERM")
 
 
 def test_torchrun_dies_of_sigusr1_and_is_missed(runs: Runs) -> None:
     """With it the store is gone at which ranks tell each other, so that nothing is saved."""
-    code, stderr = signalled(runs, torchrun(), signal.SIGUSR1)
+    code, stderr = signalled(runs, torchrun_alone(), signal.SIGUSR1)
     assert code == -signal.SIGUSR1
     assert "error: the launcher on the first host is gone: " in stderr
     told = outcome(runs.folder / "run")

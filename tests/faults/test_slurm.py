@@ -1,79 +1,28 @@
 """Signals under SLURM, on a real cluster of two nodes on this machine: to the tasks, to srun and to the batch shell."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import Runs
-from tests.support.commands import PRETRAIN, ROOT, environment, outcome
+from tests.support.commands import PRETRAIN, outcome
+from tests.support.slurm import Cluster, Site, cluster, why_none
 
 pytestmark = pytest.mark.faults
 ENDLESS = ("--train-iters", "100000", "--tensor-model-parallel-size", "2")
-PATIENCE = 120.0
-
-
-class Cluster:
-    """Two nodes with namespaces of their own; commands of SLURM are given to `run`."""
-
-    def __init__(self, scripts: Path, state: Path) -> None:
-        self._scripts, self._state = scripts, state
-
-    def start(self) -> None:
-        env = {**os.environ, "NODES": "2", "GPUS": "1"}
-        command = [str(self._scripts / "start_cluster.sh"), str(self._state)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert done.returncode == 0, done.stderr
-
-    def stop(self) -> None:
-        subprocess.run(
-            [str(self._scripts / "stop_cluster.sh"), str(self._state)],
-            capture_output=True,
-            timeout=PATIENCE,
-            check=True,
-        )
-
-    def run(self, command: str, folder: Path) -> str:
-        env = environment({"PYTHONPATH": str(ROOT)})
-        script = f". {shlex.quote(str(self._state / 'env.sh'))}; {command}"
-        done = subprocess.run(
-            ["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def ended(self, job: str, folder: Path) -> str:
-        """The state in which a job ends, such as COMPLETED."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            state = re.search("JobState=([A-Z_]+)", self.run(f"scontrol -o show job {job}", folder))
-            if state is not None and state[1] not in ("RUNNING", "COMPLETING", "PENDING"):
-                return state[1]
-            time.sleep(0.5)
-        raise AssertionError(f"job {job} does not end")
+PATIENCE = 300.0
 
 
 @pytest.fixture(scope="module")
-def cluster(shared: Path) -> Iterator[Cluster]:
-    if os.geteuid() != 0:
-        pytest.skip("a cluster on one machine needs root")
-    if not Path("/usr/sbin/slurmctld").exists():
-        pytest.skip("no SLURM: apt-get install slurmctld slurmd slurm-client munge iproute2")
-    with tempfile.TemporaryDirectory() as state:  # not one of pytest's, which other users cannot enter
-        os.chmod(state, 0o755)
-        cluster = Cluster(shared / "slurm_cluster", Path(state))
-        try:
-            cluster.start()
-            yield cluster
-        finally:
-            cluster.stop()
+def two_nodes() -> Iterator[Cluster]:
+    if (why := why_none()) is not None:
+        pytest.skip(why)
+    with cluster(Site(nodes=2, gpus=1)) as started:
+        yield started
 
 
 # srun passes SIGUSR1 on to its tasks; of SIGTERM it kills them (docs/reliability.md)
@@ -97,16 +46,16 @@ exit "$code"
         ("scancel --signal=USR1 --full {job}", "SIGUSR1"),
     ],
 )
-def test_a_signal_to_a_job_stops_and_saves_it(runs: Runs, cluster: Cluster, order: str, name: str) -> None:
+def test_a_signal_to_a_job_stops_and_saves_it(runs: Runs, two_nodes: Cluster, order: str, name: str) -> None:
     words = [sys.executable, PRETRAIN, *runs.flags(*ENDLESS)]
     (runs.folder / "job.sh").write_text(BATCH.format(command=shlex.join(words)))
-    job = cluster.run("sbatch --parsable job.sh", runs.folder)
+    job = two_nodes.run("sbatch", "--parsable", "job.sh", folder=runs.folder)
     log, deadline = runs.folder / "log.txt", time.monotonic() + PATIENCE
     while not (log.exists() and re.search("step +4/", log.read_text())):
         assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
         time.sleep(0.1)
-    cluster.run(order.format(job=job), runs.folder)
-    state = cluster.ended(job, runs.folder)
+    two_nodes.run(*order.format(job=job).split(), folder=runs.folder)
+    state = two_nodes.ended(job, PATIENCE)
     text = log.read_text()
     told = outcome(runs.folder / "run")
     assert (told["outcome"], told["reason"]) == ("stopped", name), text

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +24,18 @@ from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header, read_header
 from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.checkpoint.tensors import DTYPE_NAMES, TensorReader
+from megatron_allattn.cluster.nodes.checks import Check, table
+from megatron_allattn.cluster.nodes.compare import judge, read_reports
+from megatron_allattn.cluster.nodes.hostfile import MOST_SLOTS, read_hosts, written
+from megatron_allattn.cluster.nodes.local import NodeReport
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError
 from megatron_allattn.data.indexed import IndexedReader, IndexedWriter
 from megatron_allattn.data.tokenizers import CharTokenizer, WordTokenizer, tokenizer_from_file
 from megatron_allattn.parallel.discovery import first_host
 from tests.support.saved_runs import MODELS, saved_run
-from tests.support.template import ROOT
 
 FEW, MANY = 100, 100_000
 ROUND = 1000  # inputs by one seed: hypothesis keeps what it knows of all of them
-CHECKS = ("refuse", "check_hosts")  # of launch/deepspeed_hosts.sh
 MEMORY = 400 * 2**20  # that a thousand inputs, of at most some hundred bytes each, may cost
 
 values = st.recursive(
@@ -356,40 +357,37 @@ def test_node_list(count: int) -> None:
     fuzz(st.lists(parts, max_size=12).map("".join) | st.text(max_size=30), read, count)
 
 
-class HostFiles:
-    """The check of hostfiles in launch/deepspeed_hosts.sh, in one shell for all."""
+@count_of_inputs
+def test_node_report(tmp_path: Path, count: int) -> None:
+    """What a node has left, which the first one puts beside the others' and prints."""
+    check = Check(name="devices", node="n1", status="fault", found="7", asked="8", way_out="see nvidia-smi")
+    path = NodeReport(node="n1", checks=(check,), facts={"python": "3.11"}, time=1.5).write(tmp_path)
+    valid = json.loads(path.read_text())
 
-    def __init__(self) -> None:
-        script = (ROOT / "launch/deepspeed_hosts.sh").read_text()
-        functions = [re.search(rf"^{name}\(\) {{$.*?^}}$", script, re.DOTALL | re.MULTILINE) for name in CHECKS]
-        loop = 'while IFS= read -r path; do said=$(check_hosts "$path" 2>&1); echo "$? $said"; done'
-        text = "\n".join(["set -uo pipefail", *(found[0] for found in functions if found), loop])
-        assert all(functions)
-        self.shell = subprocess.Popen(["bash", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def read(content: Any) -> None:
+        path.write_text(json.dumps(content))
+        judgement = judge(read_reports(tmp_path), ["n1", "n2"])
+        assert "\x1b" not in table(judgement.checks, 2) and not judgement.go
 
-    def check(self, path: Path) -> str:
-        """What it says: `0 `, or `2 error: …`."""
-        assert self.shell.stdin is not None and self.shell.stdout is not None
-        self.shell.stdin.write(f"{path}\n".encode())
-        self.shell.stdin.flush()
-        return self.shell.stdout.readline().decode(errors="replace").rstrip("\n")
+    fuzz(json_near(valid), read, count)
 
 
 @count_of_inputs
-def test_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_hostfile(tmp_path: Path, count: int) -> None:
     """Nothing in it reaches a shell: what is accepted is hosts and numbers."""
-    monkeypatch.chdir(tmp_path)
-    hosts, path = HostFiles(), tmp_path / "hosts"
-    valid = re.compile(rb"\s*(#.*)?|\s*[A-Za-z0-9][A-Za-z0-9._-]*\s+slots=0*[1-9][0-9]*\s*")
+    path = tmp_path / "hosts"
+    name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        said = hosts.check(path)
-        assert [name.name for name in tmp_path.iterdir()] == ["hosts"]
-        if said == "0 ":
-            assert all(valid.fullmatch(line) for line in content.replace(b"\0", b"").split(b"\n"))
-        else:
-            assert said.startswith("2 error: ")
+        hosts = read_hosts(path)
+        assert hosts and all(name.fullmatch(host.name) and 0 < host.slots <= MOST_SLOTS for host in hosts)
+        assert len(hosts) == sum(
+            b"slots=" in line and not line.strip().startswith(b"#") for line in content.split(b"\n")
+        )
+        again = tmp_path / "again"
+        again.write_text(written(hosts, "deepspeed"))
+        assert read_hosts(again) == hosts
 
     words = [
         "node1",
@@ -408,8 +406,4 @@ def test_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -
         "\r",
     ]
     lines = st.lists(st.sampled_from([word.encode() for word in words]), max_size=8).map(b"".join)
-    try:
-        fuzz(lines | bytes_near(b"# two hosts\nnode1 slots=8\nnode-2.x slots=04\n"), read, count)
-    finally:
-        hosts.shell.kill()
-        hosts.shell.wait()
+    fuzz(lines | bytes_near(b"# two hosts\nnode1 slots=8\nnode-2.x slots=04\n"), read, count)

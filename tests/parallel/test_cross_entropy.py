@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_allattn.benchmark.tensor_bytes import profiled_peak
 from megatron_allattn.parallel.cross_entropy import LogitBlock, vocabulary_parallel_cross_entropy
 from megatron_allattn.parallel.groups import ALONE
-from tests.support.memory import profiled_peak
 
 WIDTH = 5
 

@@ -101,6 +101,8 @@ def test_a_step_under_srun():
     assert _numbers(info) == (5, 7, 1, 3)
     assert (info.master_addr, info.source) == ("gpu08", "srun")
     assert info.master_port == 12_000 + (31 * 1000 + 2) % 20_000
+    again = discover({**STEP, "SLURM_RESTART_COUNT": "1"})  # what is left of the life before may hold the port
+    assert again.master_port not in (info.master_port, discover({**STEP, "SLURM_STEP_ID": "3"}).master_port)
     assert discover({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "77"}).master_port == 77
     older = {name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name.endswith("ID")}
     info = discover({**older, "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "3(x2),1"})

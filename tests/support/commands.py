@@ -77,7 +77,7 @@ class Program:
     """
 
     def __init__(self, command: list[str], folder: Path, env: Variables, template: Template | None = None) -> None:
-        self._mark = env[MARK]
+        self.mark = env[MARK]
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed in exit)
         self.process: subprocess.Popen[bytes] | Child
         if template is None:
@@ -96,7 +96,7 @@ class Program:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in marked(self._mark):
+        for pid in marked(self.mark):
             kill(pid)
         self._stdout.close()
         self._stderr.close()
@@ -118,7 +118,7 @@ class Program:
         except (subprocess.TimeoutExpired, TimeoutError):
             raise AssertionError(f"no end after {timeout:g} s:\n{self.stdout}{self.stderr}") from None
         deadline = time.monotonic() + 5.0
-        while (left := marked(self._mark)) and time.monotonic() < deadline:
+        while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return Finished(code, self.stdout, self.stderr, left)
 

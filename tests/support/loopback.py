@@ -15,7 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from megatron_allattn.parallel.discovery import free_port
+from tests.support.commands import environment
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # where Debian's sshd, as root, wants an empty folder
@@ -59,6 +62,16 @@ def missing_programs() -> str:
     """What has to be installed for `loopback_hosts`, or nothing."""
     names = ("sshd", "ssh", "ssh-keygen", "pdsh")
     return ", ".join(name for name in names if not _find(name))
+
+
+def open_mpi(folder: Path) -> dict[str, str]:
+    """Variables under which launch/mpirun.sh takes Debian's Open MPI; skips the test where there is none."""
+    real = shutil.which("mpirun.openmpi")
+    if real is None:
+        pytest.skip("no Open MPI: apt-get install openmpi-bin (make system-deps)")
+    (folder / "mpirun").symlink_to(real)
+    flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return {"PATH": f"{folder}:{environment()['PATH']}", "MPIRUN_FLAGS": " ".join(flags)}
 
 
 def _find(name: str) -> str | None:

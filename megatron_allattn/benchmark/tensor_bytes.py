@@ -1,4 +1,4 @@
-"""What PyTorch's profiler has seen of memory."""
+"""The bytes of tensors on a CPU, as PyTorch's profiler sees them come and go."""
 
 import json
 import tempfile

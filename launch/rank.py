@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""`rank.py SCRIPT ARGUMENTS`: what the scripts beside this file have a launcher start for each rank. It runs the script
+as a child and tells how it ended (megatron_allattn/cluster/nodes/rank_process.py)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+from megatron_allattn.cluster.nodes.rank_process import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

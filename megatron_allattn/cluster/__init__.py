@@ -1,0 +1,1 @@
+"""What a cluster needs before, around and between runs: plans, rehearsals without it, fit nodes, SLURM jobs."""

@@ -1,0 +1,216 @@
+"""What a batch script asks (launch/pretrain.sbatch); people's lines go to stderr, one line for the script to stdout.
+
+    python -m megatron_allattn.cluster.jobs begin --job 7 --restart 0 --signal-seconds 660 -- ARGUMENTS
+        begins a life: `begun FOLDER`, in which `arguments` and `needs` are (each word ended by a zero byte)
+    python -m megatron_allattn.cluster.jobs nodes FOLDER --job 7 --nodes n1,n2,n3 --needed 2
+        after the nodes' check: `train n1,n3`
+    python -m megatron_allattn.cluster.jobs next FOLDER --job 7 --asked USR1
+        after training
+
+Each may say instead what becomes of the job: `requeue`, `requeue NODES` (that it leaves out from then on), `stop CODE`
+or `leave`. They read what `scontrol show job` says of it from their standard input. Exit code 0: the line is printed.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_allattn.checkpoint.files import StorageError
+from megatron_allattn.checkpoint.folder import OUTCOME, unwritable
+from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.cluster.jobs import arguments, endings, health, margin
+from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
+from megatron_allattn.cluster.nodes.checks import table
+from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.reporting import run_program
+from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.parallel.nodelist import expand_nodes
+
+HEALTH = "health"  # folder of the nodes' reports in that of a life
+
+
+def _parser(command: str) -> ToolParser:
+    parser = ToolParser(f"megatron_allattn.cluster.jobs {command}", __doc__)
+    add: Any = parser.add_argument
+    add("--job", required=True, metavar="ID", help="SLURM_JOB_ID")
+    add("--max-lives", type=count, default=Limits.lives, metavar="N", help="of a job in all")
+    add("--max-wasted", type=count, default=Limits.wasted, metavar="N", help="in a row without a new checkpoint")
+    if command == "begin":
+        add("--restart", type=int, default=0, metavar="N", help="SLURM_RESTART_COUNT")
+        add("--signal-seconds", type=count, metavar="S", help="of --signal=B:USR1@S in the script")
+        add("--lock-seconds", type=float, default=180.0, metavar="S", help="to wait for the run before to let go")
+    else:
+        add("life", type=Path, help="its folder")
+    if command == "nodes":
+        add("--nodes", required=True, metavar="LIST", help="those of the job")
+        add("--needed", type=count, required=True, metavar="N", help="how many of them training takes")
+    if command == "next":
+        add("--asked", default="", metavar="SIGNAL", help="that the script was sent")
+    return parser
+
+
+def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
+    """A life begins, unless the job is given up or somebody else is at the run folder."""
+    job, seen = arguments.submitted(words), Job.parse(sys.stdin.read())
+    history = History(job.run_folder)
+    busy = _wait_for_lock(job.run_folder, given.lock_seconds)
+    if busy is not None and given.restart == 0:
+        raise busy
+    number, life = history.begin(given.job, given.restart)
+    if busy is not None:  # by what is left of an earlier life, perhaps on a node that SLURM has lost
+        history.end(number, "failed", str(busy))
+        return _answer(_next(history, given, seen))
+    lives = history.lives(given.job)
+    if (why := given_up(lives, _limits(given), stop_asked=history.stop_asked)) is not None:
+        history.end(number, "ended", why.reason)
+        return _answer(why)
+    if job.starts_from_another and lives and not history.newest_step():
+        _set_aside(job.run_folder, life)
+    (job.run_folder / OUTCOME).unlink(missing_ok=True)  # so that one that is there afterwards is of this life
+    (life / HEALTH).mkdir(exist_ok=True)
+    _write_words(life / "arguments", job.of_life(given.signal_seconds))
+    _write_words(life / "needs", _needs(job))
+    step = history.newest_step()
+    _say(f"life {number} of {job.run_folder}, job {given.job}: goes on from step {step}; what ranks print is in {life}")
+    found = margin.measured(job.run_folder)
+    for line in margin.notes(found, given.signal_seconds, job.run.checkpoint.stop_deadline_minutes):
+        _say(f"warning: {line}")
+    print(f"begun {life.absolute()}")
+    return 0
+
+
+def nodes(given: argparse.Namespace, words: Sequence[str]) -> int:
+    """On which nodes to train."""
+    assert not words
+    seen = Job.parse(sys.stdin.read())
+    history, number = _history(given.life)
+    lives = history.lives(given.job)
+    judgement = health.judge_nodes(given.life / HEALTH, expand_nodes(given.nodes, "--nodes"))
+    choice = health.choose_nodes(judgement, given.needed, lives)
+    if choice.told or choice.stop:
+        _say(table(judgement.checks, len(judgement.nodes)))
+    if choice.train:
+        if choice.told:
+            _say(f"left out: {choice.told}")
+        print(f"train {','.join(choice.train)}")
+        return 0
+    if choice.stop:
+        history.end(number, "mistake", choice.stop)
+        return _answer(Next(action="stop", reason=choice.stop, exit_code=1))
+    history.end(number, "unfit", choice.told, choice.exclude)
+    return _answer(_next(history, given, seen))
+
+
+def next_(given: argparse.Namespace, words: Sequence[str]) -> int:
+    """What follows a life whose training is over."""
+    assert not words
+    history, number = _history(given.life)
+    seen = Job.parse(sys.stdin.read())
+    how, reason = endings.how_it_ended(history.run_folder, given.life, given.asked, seen)
+    history.end(number, how, reason)
+    if how in ("failed", "mistake", "guard"):
+        for line in endings.last_lines(given.life):
+            _say(line)
+    return _answer(_next(history, given, seen))
+
+
+def _next(history: History, given: argparse.Namespace, seen: Job) -> Next:
+    return next_action(history.lives(given.job), _limits(given), seen, stop_asked=history.stop_asked)
+
+
+def _answer(what: Next) -> int:
+    _told(what)
+    detail = ",".join(what.exclude) if what.action == "requeue" else str(what.exit_code)
+    print(what.action if what.action == "leave" else f"{what.action} {detail}".rstrip())
+    return 0
+
+
+def _told(what: Next) -> Next:
+    words = {"requeue": "requeued", "leave": "nothing to do", "stop": "over" if what.exit_code == 0 else "stopped"}
+    left_out = f"; without {','.join(what.exclude)}" if what.exclude else ""
+    _say(f"{words[what.action]}: {what.reason}{left_out}")
+    return what
+
+
+def _say(line: str) -> None:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{stamp} {line}", file=sys.stderr, flush=True)
+
+
+def _limits(given: argparse.Namespace) -> Limits:
+    return Limits(lives=given.max_lives, wasted=given.max_wasted)
+
+
+def _history(life: Path) -> tuple[History, int]:
+    """Whose life it is, and which."""
+    history = History(life.parent.parent)
+    return history, int(life.name.removeprefix("life-"))
+
+
+def _wait_for_lock(run_folder: Path, seconds: float) -> UsageError | None:
+    """Until no process holds the run folder; who holds it, when that has not come in time. Raises UsageError: it cannot
+    be written."""
+    deadline, told = time.monotonic() + seconds, False
+    history_folder = History(run_folder).folder
+    try:
+        history_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(run_folder, error) from None
+    while True:
+        try:
+            RunLock(run_folder).release()
+            return None
+        except UsageError as error:
+            if time.monotonic() > deadline:
+                return error
+            if not told:
+                _say(f"waiting: {error}")
+                told = True
+            time.sleep(1.0)
+
+
+def _set_aside(run_folder: Path, life: Path) -> None:
+    """What a life that started from another run has left without a checkpoint: pretrain.py would take it for a run."""
+    for name in ("metrics.jsonl", "checkpoints"):
+        if (run_folder / name).exists():
+            os.rename(run_folder / name, life / name)
+
+
+def _needs(job: arguments.Submitted) -> list[str]:
+    """Files that every node must see: the program, and the data (the first file of them, where none is here)."""
+    prefix, root = job.run.data.data_path, Path(__file__).resolve().parents[3]
+    if prefix is None:
+        return [str(root / "pretrain.py")]
+    names = [f"{prefix}{suffix}" for suffix in (".json", ".bin", ".idx", "_train.bin", "_train.idx")]
+    first = names[0] if job.run.data.tokenizer_type is None else names[1]
+    return [str(root / "pretrain.py"), *([name for name in names if os.path.exists(name)] or [first])]
+
+
+def _write_words(path: Path, words: Sequence[str]) -> None:
+    path.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+
+
+COMMANDS = {"begin": begin, "nodes": nodes, "next": next_}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0] not in COMMANDS:
+            raise UsageError(f"megatron_allattn.cluster.jobs: give one of {', '.join(COMMANDS)} first")
+        cut = words.index("--") if "--" in words else len(words)
+        return COMMANDS[words[0]](_parser(words[0]).parse_args(words[1:cut]), words[cut + 1 :])
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    run_program(main)

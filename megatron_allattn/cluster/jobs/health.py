@@ -1,0 +1,52 @@
+"""On which nodes a life trains, after each of them was looked at (tools/preflight.py --local).
+
+Bad nodes are left out where there are as many good ones as the job needs (SPARE_NODES); else the job is requeued
+without them. A fault that most nodes have is no node's (cluster/nodes/compare.py): the job ends with it, and so it does
+where leaving out nodes has not helped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_allattn.cluster.jobs.lives import Life
+from megatron_allattn.cluster.nodes.compare import Judgement, judge, read_reports
+from megatron_allattn.cluster.nodes.names import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Exactly one of: nodes to train on, nodes to leave out of the job from now on, a reason to end it.
+
+    told: in a line, what was wrong with which node, empty if nothing was.
+    """
+
+    train: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    stop: str = ""
+    told: str = ""
+
+
+def judge_nodes(reports: Path, nodes: Sequence[str]) -> Judgement:
+    """What the reports in a folder come to, of these nodes. Raises UsageError: a file there is no report."""
+    return judge(read_reports(reports), nodes)
+
+
+def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life]) -> Choice:
+    """What follows for a job that needs so many of these nodes. lives: of the job, before this one."""
+    if judgement.reasons:
+        return Choice(stop="; ".join(judgement.reasons))
+    bad = judgement.bad_nodes
+    faults = [check.told() for check in judgement.checks if check.status == "fault" and check.node in bad]
+    told = "; ".join(faults)
+    good = tuple(node for node in judgement.nodes if node not in bad)
+    if len(good) >= needed:
+        return Choice(train=good[:needed], told=told)
+    before = {node for life in lives for node in life.excluded}
+    most = max(2, needed // 2)
+    if len(before | set(bad)) > most:
+        reason = (
+            f"{shown(sorted(before | set(bad)))} were found unfit, and a job leaves out at most {most} nodes: {told}"
+        )
+        return Choice(stop=reason, told=told)
+    return Choice(exclude=bad, told=told)

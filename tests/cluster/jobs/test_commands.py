@@ -1,0 +1,164 @@
+"""What a batch script asks and gets: one line on stdout, people's lines on stderr."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_allattn.checkpoint.folder import begin, commit
+from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.cluster.jobs.__main__ import main
+from megatron_allattn.config import parse
+
+ALIVE = "JobState=RUNNING Reason=None Requeue=1 ExcNodeList=(null)"
+Ask = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """A command; its line, and what it told people."""
+
+    def asked(*words: str, job: str = ALIVE, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(job))
+        assert main(words) == code
+        output, errors = capsys.readouterr()
+        assert output.count("\n") == int(code == 0)
+        return output.strip(), errors
+
+    return asked
+
+
+def start(ask: Ask, run: Path, *flags: str, options: tuple[str, ...] = (), job: str = "7") -> Path:
+    line, _ = ask("begin", "--job", job, *options, "--", "--save", str(run), *flags)
+    assert line.startswith("begun ")
+    return Path(line.removeprefix("begun "))
+
+
+def leave(life: Path, outcome: str, step: int | None, reason: str = "why") -> None:
+    (life.parents[1] / "outcome.json").write_text(json.dumps({"outcome": outcome, "step": step, "reason": reason}))
+
+
+def words_of(path: Path) -> list[str]:
+    return path.read_bytes().decode().split("\0")[:-1]
+
+
+def test_lives_of_a_job(ask: Ask, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start(ask, run)
+    assert first == run / "jobs/life-0001" and (first / "health").is_dir()
+    assert parse(words_of(first / "arguments"))[0].checkpoint.goes_on
+    commit(begin(run, 10), 10)
+    leave(first, "stopped", 10, "SIGUSR1")
+    line, told = ask("next", str(first), "--job", "7", "--asked", "USR1")
+    assert line == "requeue" and told.endswith("requeued: stopped by SIGUSR1 and saved at step 10\n")
+
+    line, told = ask("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
+    assert "life 2 of" in told and "goes on from step 10" in told
+    assert not (run / "outcome.json").exists()  # what is there afterwards is of this life
+    second = Path(line.removeprefix("begun "))
+    leave(second, "done", 20, "reached --train-iters")
+    assert ask("next", str(second), "--job", "7")[0] == "stop 0"
+
+
+def test_a_job_that_was_cancelled_is_left_alone(ask: Ask, tmp_path: Path) -> None:
+    life = start(ask, tmp_path / "run")
+    line, told = ask(
+        "next", str(life), "--job", "7", "--asked", "TERM", job="JobState=COMPLETING Reason=None Requeue=1"
+    )
+    assert line == "leave" and "ended by others" in told
+
+
+def test_what_the_failed_rank_said_comes_last(ask: Ask, tmp_path: Path) -> None:
+    life = start(ask, tmp_path / "run")
+    (life / "srun.log").write_text("srun: error: n2: task 3: Exited with exit code 1\n")
+    (life / "rank-003.log").write_text("a\nb\nerror: out of memory\n")
+    line, told = ask("next", str(life), "--job", "7")
+    assert line == "requeue"
+    assert [text.split(" ", 2)[2] for text in told.splitlines()[-2:]] == [
+        "rank-003.log: error: out of memory",
+        "requeued: out of memory (rank 3 on n2: Exited with exit code 1)",
+    ]
+
+
+def test_it_is_given_up_before_it_begins_too(ask: Ask, tmp_path: Path) -> None:
+    """Where every life was lost with its node, none has ever asked what is next."""
+    run = tmp_path / "run"
+    for restart in range(3):
+        start(ask, run, options=("--restart", str(restart)))
+    line, told = ask("begin", "--job", "7", "--restart", "3", "--", "--save", str(run))
+    assert line == "stop 1" and "3 lives in a row have failed without a checkpoint after the beginning" in told
+    start(ask, run, job="8")  # submitted again, it is tried again
+    (run / "jobs/stop").touch()
+    assert ask("begin", "--job", "9", "--", "--save", str(run))[0] == "stop 3"
+
+
+def test_the_run_folder_of_another_is_not_entered(ask: Ask, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lock = RunLock(run)
+    words = ("begin", "--job", "7", "--lock-seconds", "0.1", "--", "--save", str(run))
+    _, told = ask(*words, code=2)
+    assert "waiting: --save" in told and told.splitlines()[-1].startswith(f"error: --save {run}: is in use by process")
+    assert not (run / "jobs/lives.jsonl").exists()
+    # of an own earlier life it is waited for in the next one, and not for ever
+    for restart, line in ((1, "requeue"), (2, "requeue"), (3, "stop 1")):
+        assert ask("begin", "--restart", str(restart), *words[1:])[0] == line
+    lock.release()
+
+
+def test_ranks_of_an_earlier_life_are_waited_for(ask: Ask, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lock = RunLock(run)
+    threading.Timer(1.5, lock.release).start()
+    began = time.monotonic()
+    start(ask, run, options=("--restart", "1"))
+    assert time.monotonic() - began > 1.4
+
+
+def test_a_start_from_another_run_that_left_no_checkpoint(ask: Ask, tmp_path: Path) -> None:
+    """pretrain.py would take what is left for a run of its own."""
+    run, flags = tmp_path / "run", ("--load", str(tmp_path / "other"))
+    start(ask, run, *flags)
+    (run / "metrics.jsonl").touch()
+    (run / "checkpoints/.step_00000010.tmp-5").mkdir(parents=True)
+    second = start(ask, run, *flags, options=("--restart", "1"))
+    assert sorted(path.name for path in run.iterdir()) == ["jobs"]
+    assert (second / "metrics.jsonl").exists() and (second / "checkpoints").is_dir()
+    assert words_of(second / "arguments")[-2:] == list(flags)
+
+
+def test_needs_are_the_files_that_are_here(ask: Ask, tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    flags = ("--data-path", str(prefix))
+    program, absent = words_of(start(ask, tmp_path / "run", *flags) / "needs")
+    assert program.endswith("/pretrain.py") and absent == f"{prefix}.json"
+    bare = ("--tokenizer-type", "null", "--vocab-size", "100")
+    assert words_of(start(ask, tmp_path / "run", *flags, *bare) / "needs")[1:] == [f"{prefix}.bin"]
+    for suffix in (".json", "_train.bin", "_train.idx"):
+        prefix.with_name(f"corpus{suffix}").touch()
+    found = words_of(start(ask, tmp_path / "run", *flags) / "needs")[1:]
+    assert found == [f"{prefix}{suffix}" for suffix in (".json", "_train.bin", "_train.idx")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give one of begin, nodes, next first"),
+        (("end",), "give one of begin, nodes, next first"),
+        (("begin", "--", "--save", "x"), "--job"),
+        (("begin", "--job", "7", "--"), "--save"),
+        (("next", "nowhere/life-0001", "--job", "7", "--when", "x"), "--when"),
+    ],
+)
+def test_mistakes(ask: Ask, words: tuple[str, ...], message: str) -> None:
+    _, told = ask(*words, code=2)
+    assert told.startswith("error: ") and message in told and told.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, told = ask("begin", "--job", "7", "--", "--save", str(tmp_path / "file/run"), code=2)
+    assert told.startswith(f"error: --save {tmp_path}/file/run: cannot be written (Not a directory)")
