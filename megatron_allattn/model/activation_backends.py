@@ -73,7 +73,8 @@ def blocked_scratch(model: ModelConfig, shape: Shape, longest: int, *, compiled:
     The backend itself says so, from a pass over tensors without memory. Compiled heads, of CPUs, have memory for every
     thread.
     """
-    size, heads = model.head_size, model.num_context_heads // shape.ranks
+    size = model.head_size
+    heads = model.num_context_heads // shape.ranks if compiled else 1  # PyTorch's take turns with the same memory
     joint = model.persistent_memory_size if model.variant == "all-attn" else 0
     dtype = torch.float32 if shape.element == FLOAT else torch.bfloat16
 

@@ -259,6 +259,18 @@ def test_calls_that_overlap_do_not_disturb_each_other(blocked: Make) -> None:
         compare(output, grads, expected.detach(), gradients(expected, problem), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("normalization", ["span", "window"])
+def test_heads_of_pytorch_take_turns_with_the_same_memory(normalization: str) -> None:
+    """What they work with is that of one head: model/activation_backends.py predicts it so."""
+    held = []
+    for count in (1, 5):
+        problem = make(num_heads=count, z=[0.6] * count, batch=3, block_length=70, normalization=normalization)
+        backend = Blocked(None)
+        gradients(answer(backend, problem), problem)
+        held.append(backend.scratch_bytes)
+    assert held[0] == held[1] > 0
+
+
 def test_a_second_call_gives_the_same_bits(blocked: Make) -> None:
     problem, attend = make(batch=4, dropout=DROPOUT, block_length=66, max_span=30), blocked()
     first, second = (answer(attend, problem) for _ in range(2))
