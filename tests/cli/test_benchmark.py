@@ -60,7 +60,10 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "command '': there is no such benchmark; give one of attention, layer, step, generate, data, save first"),
+        (
+            [],
+            "command '': there is no such benchmark; give one of attention, layer, step, generate, data, save, plan-check first",
+        ),
         (["steps"], "command steps: there is no such benchmark; did you mean step?"),
         (["--recipe", "demo"], "command --recipe: there is no such benchmark; give one of"),
         (["step", "--recip", "demo"], "flag --recip: is unknown; did you mean --recipe?"),
@@ -207,7 +210,8 @@ def test_every_flag_of_the_documentation_is_known(tool: Any) -> None:
     """Every command line of docs/performance.md parses."""
     text = (ROOT / "docs/performance.md").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith(f"python {TOOL}")]
-    assert {line.split()[2] for line in lines} == {"attention", "layer", "step", "generate", "data", "save"}
+    commands = {"attention", "layer", "step", "generate", "data", "save", "plan-check"}
+    assert {line.split()[2] for line in lines} == commands
     for line in lines:
         try:
             tool.parse(line.partition("#")[0].split()[2:])

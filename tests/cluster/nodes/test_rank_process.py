@@ -24,7 +24,7 @@ import json, os, signal, sys, time
 rank = os.environ["RANK"]
 what = dict(word.split(":") for word in sys.argv[1:] if ":" in word).get(rank, "wait")
 def stop(number, frame):
-    print("got", signal.Signals(number).name, flush=True)
+    os.write(1, f"got {signal.Signals(number).name}\n".encode())  # at once: ranks share the file
     sys.exit(3)
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, stop)
@@ -182,7 +182,7 @@ def test_ranks_of_a_launcher_py_that_was_killed_stop(script: str, tmp_path: Path
     """kill -9 of launcher.py: nobody reads the ranks' output any more, upon which they get SIGHUP."""
     noted = tmp_path / "noted"
     text = SCRIPT.replace(
-        'print("got", signal.Signals(number).name, flush=True)', 'open("noted", "a").write(f"{number} ")'
+        'os.write(1, f"got {signal.Signals(number).name}\\n".encode())', 'open("noted", "a").write(f"{number} ")'
     )
     Path(script).write_text(text)
     env = environment()
