@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, run_around, verify
+from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, verify
+from megatron_allattn.checkpoint.run_folder import prepare_run_folder, run_around
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import run_forked
@@ -204,7 +205,7 @@ def test_an_incomplete_step_is_replaced_and_a_foreign_folder_set_aside(tmp_path:
     foreign.mkdir()
     (foreign / "notes.txt").write_text("keep me")
     assert _value(_save(tmp_path, 5)) == 5.0
-    aside = f"step_00000005.set-aside-{os.getpid()}"
+    aside = "step_00000005.set-aside-1"
     assert _entries(tmp_path) == ["step_00000004", "step_00000005", aside]
     _save(tmp_path, 6)
     assert (tmp_path / "checkpoints" / aside / "notes.txt").read_text() == "keep me"
