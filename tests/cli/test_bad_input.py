@@ -330,6 +330,21 @@ def test_checkpoints_that_have_lost_their_markers_are_not_taken_for_a_run_that_n
     assert line.count("expected a file COMPLETE, found none") == 2
 
 
+@pytest.mark.parametrize("lost", [f"{STEP_FOLDER}/COMPLETE", "old/checkpoints"])
+def test_a_run_that_has_saved_is_not_begun_anew(place: Place, lost: str) -> None:
+    path = place.folder / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert "though old/latest names 'step_00000002'; " in place.refused_at_its_start(*TRAIN, *RESUME)
+
+
+@pytest.mark.parametrize("save", ["old/checkpoints", STEP_FOLDER])
+def test_a_run_within_another(place: Place, save: str) -> None:
+    line = place.refused(*TRAIN, *DATA, "--save", save)
+    assert re.fullmatch(
+        rf"--save {save}: is a part of the run /\S+/old; name a folder outside of its checkpoints", line
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
