@@ -330,7 +330,7 @@ def test_nothing_is_made_within_a_run(tmp_path: Path, part: str, monkeypatch: py
     (tmp_path / "link").symlink_to(run)
     monkeypatch.chdir(run / "checkpoints")
     for path in (run / part, tmp_path / "link" / part, Path("..") / part):
-        with pytest.raises(UsageError, match="^--save .*: is a part of the run .*; name a folder outside"):
+        with pytest.raises(UsageError, match=r"^--save .*: is a part of the run .*; name a folder outside"):
             check_outside("--save", path)
     with pytest.raises(UsageError, match="is a part of the run"):
         check_outside("--save", Path("step_00000009"))
