@@ -337,6 +337,13 @@ def test_a_run_that_has_saved_is_not_begun_anew(place: Place, lost: str) -> None
     assert "though old/latest names 'step_00000002'; " in place.refused_at_its_start(*TRAIN, *RESUME)
 
 
+def test_a_start_that_fails_before_it_has_the_lock_leaves_no_earlier_outcome(place: Place) -> None:
+    line, before, after = place._refused((*TRAIN, *RESUME, "--tensor-model-parallel-size", "2"), 1, NONE)
+    assert line.startswith("--tensor-model-parallel-size 2: ")
+    del before[OUTCOME]
+    assert after == before
+
+
 @pytest.mark.parametrize("save", ["old/checkpoints", STEP_FOLDER])
 def test_a_run_within_another(place: Place, save: str) -> None:
     line = place.refused(*TRAIN, *DATA, "--save", save)
