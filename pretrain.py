@@ -7,8 +7,9 @@ The same command under python, deepspeed, torchrun, mpirun and srun; `python pre
 import sys
 from typing import NoReturn
 
+from megatron_allattn.checkpoint.lock import forget_outcome
 from megatron_allattn.config import UsageError, parse_command
-from megatron_allattn.config.reporting import refuse, run_program
+from megatron_allattn.config.reporting import first_rank_guess, refuse, run_program
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         from megatron_allattn.cluster.rehearsal.main import run_dry  # noqa: PLC0415
 
         return run_dry(command)
+    checkpoint = command.run.checkpoint
+    if checkpoint.goes_on and checkpoint.save is not None and first_rank_guess():
+        forget_outcome(checkpoint.save)
     from megatron_allattn.training.main import run_training  # noqa: PLC0415
 
     return run_training(command.run, command.explicit)

@@ -47,6 +47,7 @@ from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import StorageError, check_new
 from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.run_folder import check_outside
 from megatron_allattn.config import (
     ModelConfig,
     OptimizerConfig,
@@ -302,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
         check_new(options.output)
+        check_outside("--output", options.output)
         if options.source:
             run, explicit = parse(options.flags)
             given = Given(run, explicit, options.vocabulary)

@@ -3,7 +3,8 @@
     RUN/checkpoints/.step_00000100.tmp-PID/   begin: everything is written here
     RUN/checkpoints/step_00000100/            commit: the files, flushed; manifest.json with their sizes and SHA-256;
                                               renamed into place; then COMPLETE, which holds the manifest's SHA-256
-    RUN/latest                                the text step_00000100, for people and scripts; not trusted here
+    RUN/latest                                the text step_00000100, for people and scripts; here it is trusted in one
+                                              thing: that this step was complete
 
 A kill at any point leaves either no COMPLETE, so that the step before it stays the newest, or a complete step. A step
 that is saved again moves the old folder aside (.step_00000100.old-PID) until the new one is complete; `find_latest`
@@ -18,6 +19,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +30,24 @@ from megatron_allattn.checkpoint.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.checkpoint.run_folder import (
+    FOLDER,
+    LATEST,
+    MARKER,
+    STEP_NAME,
+    named_by_latest,
+    run_around,
+    step_name,
+)
+from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.json_files import parse_json, read_bytes
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
-MANIFEST, MARKER, LATEST, FOLDER = "manifest.json", "COMPLETE", "latest", "checkpoints"
-OUTCOME = "outcome.json"
-"""How a run has ended, beside its checkpoints: training/main.py writes it."""
+MANIFEST = "manifest.json"
 _OTHER = "name another step"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
-_STEP_NAME = re.compile(r"step_(\d{8,})")
 _OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
 _OWN_TEMPORARY = re.compile(r"\.(step_\d{8,})\.(tmp|old)-\d+")
-
-
-def step_name(step: int) -> str:
-    """The folder's name: step 100 is step_00000100."""
-    return f"step_{step:08d}"
-
-
-def prepare_run_folder(run_folder: Path) -> None:
-    """Make RUN/checkpoints and prove that it can be written, before a run spends time. Raises UsageError otherwise."""
-    parent = run_folder / FOLDER
-    probe = parent / f".probe.tmp-{os.getpid()}"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise unwritable(run_folder, error) from error
-
-
-def unwritable(run_folder: Path, error: OSError) -> UsageError:
-    """The refusal of a run folder in which nothing can be made."""
-    return usage_error("--save", run_folder, f"cannot be written ({error.strerror})", "choose another folder")
 
 
 def begin(run_folder: Path, step: int) -> Path:
@@ -99,7 +85,7 @@ def commit(temporary: Path, step: int, *, replace: bool = False, hashes: Mapping
             digest = _write_manifest(temporary, step, hashes or {})
             if os.path.lexists(final):
                 # What is not ours (a user's file, link or folder) is kept under a name that is never deleted.
-                os.rename(final, aside if _is_ours(final) else f"{final}.set-aside-{os.getpid()}")
+                os.rename(final, aside if _is_ours(final) else _free_name(final, "set-aside"))
                 sync_folder(final.parent)
             os.rename(temporary, final)
             sync_folder(final.parent)
@@ -119,22 +105,6 @@ def is_complete(folder: Path) -> bool:
     return _why_unusable(folder, check_bytes=False) is None
 
 
-def has_saved(run_folder: Path) -> bool:
-    """Whether any save of a run has ended, whatever has become of it since.
-
-    A kill during the first one leaves at most one step folder, without its marker.
-    """
-    entries = list((run_folder / FOLDER).glob("*"))
-    steps = [path for path in entries if _STEP_NAME.fullmatch(path.name)]
-    return len(steps) > 1 or any((path / MARKER).exists() for path in entries)
-
-
-def run_around(path: Path) -> Path | None:
-    """The run RUN, one that has saved, if a path is a part of it: RUN/latest, RUN/checkpoints or something in there."""
-    inside = (run for run in path.parents if path == run / LATEST or path.is_relative_to(run / FOLDER))
-    return next((run for run in inside if has_saved(run)), None)
-
-
 class Damaged(UsageError):
     """A step that was complete is no longer what it was: `folder`. named: what the message begins with, if not that."""
 
@@ -150,34 +120,50 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
     then it raises Damaged where there is an older one. With `check_bytes` a folder must also pass `verify`. Reads only.
     Raises UsageError when the run has none.
     """
-    parent = run_folder / FOLDER
+    parent, named = run_folder / FOLDER, named_by_latest(run_folder)
+    told = "" if named is None else f", though {run_folder / LATEST} names {named!a}"
     if not parent.is_dir():
         run = run_around(run_folder)
         fix = "name a run folder" if run is None else f"name the run folder {run}"
-        raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}; {fix}")
-    candidates, skipped, damaged = [], [], None
-    for path in sorted(parent.iterdir()):
-        if (reason := _why_no_candidate(path)) is not None:
-            skipped.append(f"{path}: {reason}")
-        else:
-            candidates.append(path)
-    # Newest first; a folder that is moved aside comes after the one in its place.
-    candidates.sort(key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True)
+        fix = f"bring it back (is its disk mounted?), or {fix}" if told else fix
+        raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}{told}; {fix}")
+    candidates, skipped = _candidates(run_folder)
+    damaged = None
     for path in candidates:
-        if (reason := _why_unusable(path, check_bytes)) is not None:
+        if (reason := _why_no_candidate(path) or _why_unusable(path, check_bytes)) is not None:
             if damaged is None and way_out is not None and _was_complete(run_folder, path):
                 damaged = Damaged(path, f"{reason}; {way_out}")
             skipped.append(f"{path}: {reason}")
             continue
         if damaged is not None:
             raise damaged
-        latest = run_folder / LATEST
-        if latest.is_file() and (text := latest.read_text(errors="replace").strip()) != step_name(_step_of(path)):
-            skipped.append(f"{latest}: it names {text!r}, but {path.name} is the newest complete step")
+        if named is not None and named != step_name(_step_of(path)):
+            skipped.append(f"{run_folder / LATEST}: it names {named!a}, but {path.name} is the newest complete step")
         return path, skipped
     reasons = f" (passed over: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
-    message = f"no complete checkpoint in {parent}{reasons}; name another run folder"
+    message = f"no complete checkpoint in {parent}{reasons}{told}; name another run folder"
     raise UsageError(f"{run_folder}: {message}") if damaged is None else Damaged(damaged.folder, message, run_folder)
+
+
+def _candidates(run_folder: Path) -> tuple[list[Path], list[str]]:
+    """The step folders of a run, newest first, one that is moved aside after that in its place, and a line for each
+    entry that is none. The step that `latest` names, which was complete, is one of them whatever has become of it."""
+    steps, others = [], []
+    named = _step_named(run_folder)
+    for path in sorted((run_folder / FOLDER).iterdir()):
+        if (reason := _why_no_candidate(path)) is None:
+            steps.append(path)
+        elif path != named:
+            others.append(f"{path}: {reason}")
+    if named is not None and _step_of(named) not in map(_step_of, steps):
+        steps.append(named)
+    return sorted(steps, key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True), others
+
+
+def _step_named(run_folder: Path) -> Path | None:
+    """Where the step that `latest` names has been; None where that names none."""
+    name = named_by_latest(run_folder) or ""
+    return run_folder / FOLDER / name if STEP_NAME.fullmatch(name) else None
 
 
 def find(path: Path) -> tuple[Path, list[str]]:
@@ -194,24 +180,33 @@ def _was_complete(run_folder: Path, path: Path) -> bool:
     is not being replaced."""
     if (path / MARKER).exists():
         return True
-    latest = run_folder / LATEST
-    named = latest.is_file() and latest.read_text(errors="replace").strip() == path.name
-    return named and not any(_OWN_ASIDE.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*"))
+    return path == _step_named(run_folder) and not any(
+        _OWN_ASIDE.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*")
+    )
 
 
 def set_aside_after(run_folder: Path, step_folder: Path) -> list[str]:
     """Rename the complete steps after this one, which were passed over as damaged, so that they count as steps no more;
-    a line for each. Nothing deletes them. Raises StorageError."""
+    a line for each. Nothing deletes them. `latest` names no step after this one from then on. Raises StorageError."""
     parent, lines = run_folder / FOLDER, []
     for path in sorted(parent.iterdir()):
         is_step = _why_no_candidate(path) is None and _was_complete(run_folder, path)
         if is_step and _step_of(path) > _step_of(step_folder):
-            aside = parent / f"{path.name.strip('.')}.damaged-{os.getpid()}"
+            aside = _free_name(path.with_name(path.name.strip(".")), "damaged")
             with storage_errors(aside, 0):
                 os.rename(path, aside)
                 sync_folder(parent)
             lines.append(f"{path} is now {aside.name}, since that step will be made again; nothing deletes it")
+    named = _step_named(run_folder)
+    if named is not None and _step_of(named) > _step_of(step_folder):
+        write_text_atomic(run_folder / LATEST, step_name(_step_of(step_folder)) + "\n")
     return lines
+
+
+def _free_name(path: Path, why: str) -> Path:
+    """PATH.WHY-1, or with the first number that is not taken: what has once been put aside is never replaced."""
+    names = (path.with_name(f"{path.name}.{why}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
@@ -239,7 +234,7 @@ def retain(run_folder: Path, step: int, keep: int, every: int) -> list[int]:
     StorageError.
     """
     parent, deleted = run_folder / FOLDER, []
-    own = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
+    own = [path for path in parent.iterdir() if STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
     steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and is_complete(path))
     for old in steps[:-keep]:
         if every and old % every == 0:
@@ -300,7 +295,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _step_of(path: Path) -> int:
-    match = _STEP_NAME.fullmatch(path.name) or _OWN_ASIDE.fullmatch(path.name)
+    match = STEP_NAME.fullmatch(path.name) or _OWN_ASIDE.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
@@ -311,7 +306,7 @@ def _why_no_candidate(path: Path) -> str | None:
     if step < 0 or step_name(step) not in (path.name, path.name[1:].partition(".")[0]):
         return "not the name of a step folder"
     if path.is_symlink() or not path.is_dir():
-        return "not a folder"
+        return "not a folder" if os.path.lexists(path) else "it is gone"
     return None
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
-from megatron_allattn.checkpoint.folder import FOLDER, Damaged, find_latest, run_around, verify
+from megatron_allattn.checkpoint.folder import Damaged, find_latest, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
+from megatron_allattn.checkpoint.run_folder import FOLDER, run_around
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 
@@ -77,8 +78,10 @@ def inspect(path: Path, *, every_byte: bool = False) -> Inspection:
     skipped: list[str] = []
     if (path / FOLDER).is_dir():
         try:
-            path, skipped = find_latest(path, way_out="")
+            path, skipped = find_latest(path, way_out="name a step folder to look at an older one")
         except Damaged as damage:
+            if damage.folder.is_symlink() or not damage.folder.is_dir():
+                raise
             path = damage.folder
     elif not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
         run = run_around(path)

@@ -11,7 +11,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_allattn.checkpoint.folder import unwritable
+from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.config.errors import usage_error
 
 NAME = "lock"
@@ -71,6 +71,29 @@ class RunLock:
         with suppress(OSError):  # not empty: something has been put there since
             for path in self._made:
                 path.rmdir()
+
+
+def forget_outcome(run_folder: Path) -> None:
+    """Remove what an earlier start has left as its outcome, so that it is not taken for that of a start that comes to
+    nothing before it has the lock; unless a run holds that. Makes nothing, and what cannot be removed stays."""
+    with suppress(OSError):
+        if not _is_held(run_folder / NAME):
+            (run_folder / OUTCOME).unlink(missing_ok=True)
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process holds a lock, as far as the file system tells."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_file(descriptor: int, path: Path) -> bool:

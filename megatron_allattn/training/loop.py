@@ -39,10 +39,9 @@ def train(session: Session) -> None:
                 valid = _validate(session, console)  # before the save: a checkpoint knows the evaluations before it
                 if _is_over(session) or _due(session.step, session.run.checkpoint.save_interval):
                     _save(session, console)
+        _save(session, console)  # where a signal has ended it, or nothing was left to train and --save is another run
         if not session.stopping:
             _finish(session, console, valid)
-        if session.stopping:
-            _save(session, console)
         _tell_end(session, console)
     except NotFinite:  # on all ranks: a save under way can end
         _tell_saved(session, console, wait=True)

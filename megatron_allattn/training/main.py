@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
-from megatron_allattn.checkpoint.folder import OUTCOME
 from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.checkpoint.run_folder import OUTCOME, check_outside
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.engine.drift import Drift
@@ -104,7 +104,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
     outcome = _Outcome(own if run.checkpoint.goes_on else None)
     try:
         with watch.section("in the start-up", run.parallel.startup_timeout_minutes):
-            lock = agree(lambda: RunLock(own) if own is not None else None, groups.world, exit_code)
+            lock = agree(lambda: _take(own) if own is not None else None, groups.world, exit_code)
             agree(outcome.forget, groups.world, exit_code)
             watch.last_words = outcome.write_failure
             session = open_session(run, explicit, groups, device, watch)
@@ -124,6 +124,12 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
     finally:
         if lock is not None:
             lock.release()
+
+
+def _take(run_folder: Path) -> RunLock:
+    """The lock of a folder that a run may have. Raises UsageError."""
+    check_outside("--save", run_folder)
+    return RunLock(run_folder)
 
 
 def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:

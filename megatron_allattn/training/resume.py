@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.run_folder import has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
@@ -56,7 +57,7 @@ def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
     load = run.checkpoint.load
     if load is None:
         return None, []
-    if run.checkpoint.goes_on and not folder.has_saved(load) and folder.run_around(load) is None:
+    if run.checkpoint.goes_on and not has_saved(load) and run_around(load) is None:
         return None, []
     way_out = None if run.checkpoint.load_fallback else "give --load-fallback to go on from an older step"
     return folder.find_latest(load, check_bytes=True, way_out=way_out)

@@ -18,6 +18,7 @@ from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.parameters import count_parameters
@@ -367,12 +368,11 @@ def _prepare_run_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
     run_folder = run.checkpoint.save
     if run_folder is None:
         return []
-    if not run.checkpoint.goes_on and (
-        (run_folder / folder.FOLDER).exists() or (run_folder / "metrics.jsonl").exists()
-    ):
+    left = (FOLDER, LATEST, "metrics.jsonl")
+    if not run.checkpoint.goes_on and any((run_folder / name).exists() for name in left):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
-    folder.prepare_run_folder(run_folder)
+    prepare_run_folder(run_folder)
     write_json_atomic(run_folder / "config.json", run.to_dict())
     if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):
         return []

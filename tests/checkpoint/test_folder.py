@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, prepare_run_folder, run_around, verify
+from megatron_allattn.checkpoint.folder import Damaged, abort, begin, commit, find_latest, set_aside_after, verify
+from megatron_allattn.checkpoint.run_folder import check_outside, has_saved, prepare_run_folder, run_around
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import run_forked
@@ -204,7 +206,7 @@ def test_an_incomplete_step_is_replaced_and_a_foreign_folder_set_aside(tmp_path:
     foreign.mkdir()
     (foreign / "notes.txt").write_text("keep me")
     assert _value(_save(tmp_path, 5)) == 5.0
-    aside = f"step_00000005.set-aside-{os.getpid()}"
+    aside = "step_00000005.set-aside-1"
     assert _entries(tmp_path) == ["step_00000004", "step_00000005", aside]
     _save(tmp_path, 6)
     assert (tmp_path / "checkpoints" / aside / "notes.txt").read_text() == "keep me"
@@ -250,3 +252,87 @@ def test_a_read_only_run_folder(tmp_path: Path):
     assert code == 1
     assert text.startswith(f"StorageError: {run}/checkpoints/.step_00000001.tmp-")
     assert ": the folder is not writable: " in text
+
+
+@pytest.mark.parametrize("lost", ["checkpoints/step_00000008/COMPLETE", "checkpoints/step_00000008", "checkpoints"])
+def test_a_run_whose_latest_names_a_step_has_saved_whatever_is_left(tmp_path: Path, lost: str) -> None:
+    _save(tmp_path, 8)
+    path = tmp_path / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert has_saved(tmp_path)
+    with pytest.raises(UsageError, match=f"though {tmp_path / 'latest'} names 'step_00000008'; "):
+        find_latest(tmp_path, way_out="ask")
+
+
+def test_a_first_save_that_did_not_end_is_none(tmp_path: Path) -> None:
+    (_save(tmp_path, 8) / "COMPLETE").unlink()
+    (tmp_path / "latest").unlink()
+    assert not has_saved(tmp_path)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_step_that_latest_names_and_that_is_gone_is_damage(tmp_path: Path, link: bool) -> None:
+    older, newest = _save(tmp_path, 50), _save(tmp_path, 100)
+    os.rename(newest, tmp_path / "elsewhere")
+    if link:
+        newest.symlink_to(tmp_path / "elsewhere")
+    why = "not a folder" if link else "it is gone"
+    with pytest.raises(Damaged, match=f"^{newest}: {why}; ask$"):
+        find_latest(tmp_path, way_out="ask")
+    found, skipped = find_latest(tmp_path)
+    assert found == older and skipped[0] == f"{newest}: {why}"
+    assert set_aside_after(tmp_path, older) == []
+    assert (tmp_path / "latest").read_text() == "step_00000050\n"  # so that it is asked about once
+    assert find_latest(tmp_path, way_out="ask") == (older, [f"{newest}: {why}"] if link else [])
+
+
+def test_a_step_moved_aside_and_one_older_than_the_newest_are_not_missed(tmp_path: Path) -> None:
+    """What a kill leaves while a step is replaced, and before `latest` is written and older steps are deleted."""
+    older, newest = _save(tmp_path, 50), _save(tmp_path, 100)
+    aside = newest.with_name(".step_00000100.old-1")
+    os.rename(newest, aside)
+    assert find_latest(tmp_path, way_out="ask")[0] == aside
+    os.rename(aside, newest)
+    (tmp_path / "latest").write_text("step_00000050\n")
+    shutil.rmtree(older)
+    assert find_latest(tmp_path, way_out="ask")[0] == newest
+
+
+def test_a_latest_of_other_bytes_is_told_shortly_and_escaped(tmp_path: Path) -> None:
+    folder = _save(tmp_path, 5)
+    (tmp_path / "latest").write_bytes(b"\x1b\xff" * 50_000)
+    (line,) = find_latest(tmp_path, way_out="ask")[1]
+    assert line.isascii() and line.isprintable() and len(line) < len(str(tmp_path)) + 300
+    assert line.endswith(f"...', but {folder.name} is the newest complete step")
+
+
+def test_what_is_set_aside_never_takes_a_name_that_is_taken(tmp_path: Path) -> None:
+    """Every start of a container may have the same process number."""
+    first = _save(tmp_path, 50)
+    for value in (1.0, 2.0):
+        _save(tmp_path, 100, value)
+        set_aside_after(tmp_path, first)
+        foreign = first.with_name("step_00000200")
+        foreign.mkdir()
+        (foreign / "notes.txt").touch()
+        shutil.rmtree(_save(tmp_path, 200))
+        (tmp_path / "latest").unlink()
+    assert [_value(first.with_name(f"step_00000100.damaged-{number}")) for number in (1, 2)] == [1.0, 2.0]
+    assert all((first.with_name(f"step_00000200.set-aside-{number}") / "notes.txt").exists() for number in (1, 2))
+
+
+@pytest.mark.parametrize(
+    "part", ["checkpoints", "checkpoints/step_00000100", "checkpoints/step_00000007", "x/../latest"]
+)
+def test_nothing_is_made_within_a_run(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    _save(run, 100)
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run / "checkpoints")
+    for path in (run / part, tmp_path / "link" / part, Path("..") / part):
+        with pytest.raises(UsageError, match=r"^--save .*: is a part of the run .*; name a folder outside"):
+            check_outside("--save", path)
+    with pytest.raises(UsageError, match="is a part of the run"):
+        check_outside("--save", Path("step_00000009"))
+    check_outside("--save", run)
+    check_outside("--save", tmp_path / "other")

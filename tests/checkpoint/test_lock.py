@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.checkpoint.lock import RunLock, forget_outcome
 from megatron_allattn.config import UsageError
 from tests.support.forked import run_forked
 
@@ -94,3 +94,20 @@ def test_unwritable(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run: cannot be written \(Is a directory\)"):
         RunLock(tmp_path / "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_an_earlier_outcome_is_forgotten_unless_a_run_is_alive(tmp_path: Path) -> None:
+    outcome = tmp_path / "outcome.json"
+    outcome.write_text("{}")
+    lock = RunLock(tmp_path)
+    assert run_forked(lambda: forget_outcome(tmp_path)) == (0, "None")
+    assert outcome.exists()
+    lock.release()
+    for left in (False, True):  # nothing, or the file of a run that was killed
+        outcome.write_text("{}")
+        if left:
+            (tmp_path / "lock").touch()
+        forget_outcome(tmp_path)
+        assert not outcome.exists() and (tmp_path / "lock").exists() == left
+    forget_outcome(tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()

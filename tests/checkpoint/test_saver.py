@@ -10,6 +10,7 @@ import pytest
 
 from megatron_allattn.checkpoint import folder, saver
 from megatron_allattn.checkpoint.files import StorageError
+from megatron_allattn.checkpoint.run_folder import prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import write_tensors_to
@@ -151,7 +152,7 @@ def test_complete_steps_after_the_one_that_is_gone_on_from_are_set_aside(tmp_pat
 
 
 def test_a_run_without_steps_has_nothing_to_delete(tmp_path: Path) -> None:
-    folder.prepare_run_folder(tmp_path)
+    prepare_run_folder(tmp_path)
     assert folder.retain(tmp_path, 10, 1, 0) == []
     with pytest.raises(UsageError):
         folder.find_latest(tmp_path)

@@ -331,6 +331,28 @@ def test_checkpoints_that_have_lost_their_markers_are_not_taken_for_a_run_that_n
     assert line.count("expected a file COMPLETE, found none") == 2
 
 
+@pytest.mark.parametrize("lost", [f"{STEP_FOLDER}/COMPLETE", "old/checkpoints"])
+def test_a_run_that_has_saved_is_not_begun_anew(place: Place, lost: str) -> None:
+    path = place.folder / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert "though old/latest names 'step_00000002'; " in place.refused_at_its_start(*TRAIN, *RESUME)
+
+
+def test_a_start_that_fails_before_it_has_the_lock_leaves_no_earlier_outcome(place: Place) -> None:
+    line, before, after = place._refused((*TRAIN, *RESUME, "--tensor-model-parallel-size", "2"), 1, NONE)
+    assert line.startswith("--tensor-model-parallel-size 2: ")
+    del before[OUTCOME]
+    assert after == before
+
+
+@pytest.mark.parametrize("save", ["old/checkpoints", STEP_FOLDER])
+def test_a_run_within_another(place: Place, save: str) -> None:
+    line = place.refused(*TRAIN, *DATA, "--save", save)
+    assert re.fullmatch(
+        rf"--save {save}: is a part of the run /\S+/old; name a folder outside of its checkpoints", line
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [

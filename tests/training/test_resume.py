@@ -166,8 +166,10 @@ def test_a_part_of_a_run_is_no_new_run(alone: RunConfig) -> None:
 
 def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, tmp_path: Path) -> None:
     checkpoint = replace(alone.checkpoint, save=tmp_path / "new")
-    session = start(replace(alone, checkpoint=checkpoint, training=replace(alone.training, train_iters=3)))
+    run = replace(alone, checkpoint=checkpoint, training=replace(alone.training, train_iters=3))
+    session = trained(run)
     assert session.notes[1:] == ["already at step 22 of 3: there is nothing left to train"]
+    assert left_by(run)[1] == left_by(alone)[1]  # it has a checkpoint all the same
 
 
 def test_a_loss_that_is_not_finite_is_compared_with_nothing(
@@ -217,7 +219,8 @@ def test_a_run_may_go_on_with_another_backend(alone: RunConfig, tmp_path: Path) 
     for step in (18, 22):  # it goes on from step 12
         shutil.rmtree(save / folder.FOLDER / f"step_{step:08d}")
     training = replace(alone.training, attention_backend="eager")
-    trained(replace(alone, training=training, checkpoint=replace(alone.checkpoint, save=save, load=save)))
+    checkpoint = replace(alone.checkpoint, save=save, load=save, load_fallback=True)
+    trained(replace(alone, training=training, checkpoint=checkpoint))
     found, expected = (
         [float(record["loss"]) for record in records(path) if record["kind"] == "train"]
         for path in (save, alone.checkpoint.save)

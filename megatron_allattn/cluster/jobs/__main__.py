@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.files import StorageError
-from megatron_allattn.checkpoint.folder import OUTCOME, unwritable
 from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table

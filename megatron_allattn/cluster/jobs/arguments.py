@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_allattn.checkpoint.folder import has_saved
+from megatron_allattn.checkpoint.run_folder import has_saved
 from megatron_allattn.config import RunConfig, parse, usage_error
 
 REQUEUE_SECONDS = 30.0

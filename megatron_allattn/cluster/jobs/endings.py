@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.checkpoint.folder import OUTCOME
+from megatron_allattn.checkpoint.run_folder import OUTCOME
 from megatron_allattn.cluster.jobs.lives import How, Job
 from megatron_allattn.config.errors import UsageError, one_line
 from megatron_allattn.config.json_files import read_json_object
