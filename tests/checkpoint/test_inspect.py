@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,7 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint import folder
-from megatron_allattn.checkpoint import inspect as inspecting
 from megatron_allattn.checkpoint.compare import differences, not_finite, pieces, places, state_differences
-from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header
@@ -242,7 +241,15 @@ def test_what_only_looks_equal_differs(tmp_path: Path) -> None:
     ]
 
 
-def test_a_step_that_its_run_deletes_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_run", [True, False])
+@pytest.mark.parametrize(
+    "look",
+    [lambda path: folder.find(path)[0], lambda path: inspect(path, every_byte=True).folder],
+    ids=["find", "inspect"],
+)
+def test_a_step_that_its_run_deletes_meanwhile(
+    run: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], Path], of_run: bool
+) -> None:
     """The run saves step 13 and keeps one, as soon as step 12 has been found: the newest is looked for again."""
     old, real = run / "checkpoints" / "step_00000012", folder.check_sha256
 
@@ -255,20 +262,10 @@ def test_a_step_that_its_run_deletes_meanwhile(run: Path, monkeypatch: pytest.Mo
             assert folder.retain(run, 13, 1, 0) == [12]
         real(path, expected)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "check_sha256", deleting)
-        assert folder.find(run)[0].name == "step_00000013"
-    for look in (lambda path: inspecting.inspect(path, every_byte=True), read_run):
-        for name in ("step_00000012", "."):
-            (run / "checkpoints" / "step_00000013").rename(run / "kept")
-            _again(run)
-            with monkeypatch.context() as patch:
-                patch.setattr(folder, "check_sha256", deleting)
-                if name == "." and look is not read_run:
-                    assert inspecting.inspect(run, every_byte=True).folder.name == "step_00000013"
-                elif name != ".":
-                    with pytest.raises(UsageError, match=f"^{old}: is gone, its run has deleted it meanwhile"):
-                        look(old)
-            shutil.rmtree(run / "kept")
-            if old.exists():
-                deleting(run / "latest", folder.sha256_of(run / "latest"))
+    monkeypatch.setattr(folder, "check_sha256", deleting)
+    if of_run:
+        assert look(run).name == "step_00000013"
+    else:
+        with pytest.raises(UsageError, match=f"^{old}: is gone, its run has deleted it meanwhile"):
+            look(old)
+    assert not old.exists()
