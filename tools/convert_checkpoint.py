@@ -45,6 +45,7 @@ from megatron_allattn.checkpoint.companion import check_companion, check_vocabul
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.described import Description
 from megatron_allattn.checkpoint.files import StorageError, check_new
+from megatron_allattn.checkpoint.folder import told_if_gone
 from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import check_outside
@@ -94,7 +95,7 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
     described = (tokenizer.to_json(), tokenizer.fingerprint)
     progress = Progress.at(found.step, run)
     state = converted_state(run, progress, tokenizer.vocab_size, *described, found.source)
-    write_run(output, run, found.step, state, Tensors.of(found.model.weights), Tensors.of(found.state))
+    write_run(source, output, run, found.step, state, Tensors.of(found.model.weights), Tensors.of(found.state))
     parameters = sum(weight.numel() for weight in found.model.weights.values())
     lines = [
         f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
@@ -313,7 +314,8 @@ def main(argv: list[str] | None = None) -> int:
             wanted, saved = Wanted(ParallelConfig(**grid), not options.no_compare_logits), read_run(options.load)
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
-            print(FORMATS[options.target].write(saved, options.output, wanted))
+            with told_if_gone(saved.step_folder):
+                print(FORMATS[options.target].write(saved, options.output, wanted))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

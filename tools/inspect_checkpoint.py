@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if (options.path is None) == (options.diff is None):
         parser.error("give a path, or --diff A B")
+    if options.diff and options.json:
+        parser.error("--diff A B: --json has no effect")
     try:
         if options.diff:
             return _tell_difference(*(inspect(path, every_byte=options.verify) for path in options.diff))

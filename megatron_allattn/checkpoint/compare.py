@@ -55,19 +55,26 @@ def places(files: dict[str, list[TensorInfo]], folder: Path) -> dict[str, Place]
 
 def pieces(place: Place) -> Iterator[Values]:
     """A tensor's values, flat, a piece at a time: floats as float64 or complex128, everything else as it is."""
+    return (_widened(place.info.dtype, raw) for raw in _raw(place))
+
+
+def _raw(place: Place) -> Iterator[Values]:
+    """The same as they lie in the file."""
     kind = np.dtype(TYPES[place.info.dtype])
     count = place.info.num_bytes // kind.itemsize
     for first in range(0, count, PIECE):
         size = min(PIECE, count - first)
-        raw = np.fromfile(place.path, kind, size, offset=place.start + first * kind.itemsize)
-        if place.info.dtype == "BF16":
-            yield (raw.astype("<u4") << 16).view("<f4").astype("f8")
-        elif place.info.dtype == "F8_E5M2":
-            yield (raw.astype("<u2") << 8).view("<f2").astype("f8")
-        elif place.info.dtype == "F8_E4M3":
-            yield _e4m3(raw)
-        else:
-            yield raw.astype({"f": "f8", "c": "c16"}.get(kind.kind, kind))
+        yield np.fromfile(place.path, kind, size, offset=place.start + first * kind.itemsize)
+
+
+def _widened(dtype: str, raw: Values) -> Values:
+    if dtype == "BF16":
+        return (raw.astype("<u4") << 16).view("<f4").astype("f8")
+    if dtype == "F8_E5M2":
+        return (raw.astype("<u2") << 8).view("<f2").astype("f8")
+    if dtype == "F8_E4M3":
+        return _e4m3(raw)
+    return raw.astype({"f": "f8", "c": "c16"}.get(raw.dtype.kind, raw.dtype))
 
 
 def _e4m3(raw: Values) -> Values:
@@ -83,7 +90,7 @@ def not_finite(place: Place) -> int:
 
 
 def differences(one: dict[str, Place], other: dict[str, Place]) -> list[str]:
-    """A line for each tensor that is not the same in both."""
+    """A line for each tensor that does not have the same bits in both: -0.0 is not 0.0."""
     lines = []
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other:
@@ -94,9 +101,11 @@ def differences(one: dict[str, Place], other: dict[str, Place]) -> list[str]:
             lines.append(f"{name}: {a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B")
             continue
         count, largest = 0, 0.0
-        for left, right in zip(pieces(one[name]), pieces(other[name]), strict=True):
-            apart = ~((left == right) | (np.isnan(left) & np.isnan(right)))
+        for bits, other_bits in zip(_raw(one[name]), _raw(other[name]), strict=True):
+            whole = f"u{bits.itemsize}"
+            apart = bits.view(whole) != other_bits.view(whole)
             count += int(apart.sum())
+            left, right = _widened(a.dtype, bits), _widened(b.dtype, other_bits)
             with np.errstate(invalid="ignore"):
                 distance = np.abs(_signed(left) - _signed(right))  # whole numbers would wrap around
                 largest = max(largest, float(np.nanmax(distance[apart], initial=0.0)))
@@ -111,14 +120,18 @@ def _signed(values: Values) -> Values:
 
 
 def state_differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """A line for each value of two states that is not the same."""
+    """A line for each value of two states that is not the same, as JSON writes it: 1 is neither true nor 1.0."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return [
-            line
-            for key in sorted(one.keys() | other.keys())
-            for line in state_differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
-        ]
-    return [] if one == other else [f"{where}: {_short(one)} in A, {_short(other)} in B"]
+        lines = []
+        for key in sorted(one.keys() | other.keys()):
+            name = f"{where}.{key}" if where else str(key)
+            if key in one and key in other:
+                lines += state_differences(one[key], other[key], name)
+            else:
+                lines.append(f"{name}: only in {'A' if key in one else 'B'}")
+        return lines
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    return [] if same else [f"{where}: {_short(one)} in A, {_short(other)} in B"]
 
 
 def _short(value: Any) -> str:

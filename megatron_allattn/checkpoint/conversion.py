@@ -8,6 +8,7 @@ run's `Progress` too, so far as it can say it.
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import MODEL_FIELDS, read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
-from megatron_allattn.config import RunConfig
+from megatron_allattn.config import RunConfig, UsageError
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ class SavedRun:
 def read_run(path: Path) -> SavedRun:
     """Open a run folder's newest step, or one step folder, whose every byte is right. Raises UsageError."""
     step_folder, skipped = folder.find(path)
-    state = read_state(step_folder, MODEL_FIELDS)
-    run = read_config(step_folder, state)
-    weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
+    with folder.told_if_gone(step_folder):
+        state = read_state(step_folder, MODEL_FIELDS)
+        run = read_config(step_folder, state)
+        weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
     return SavedRun(step_folder, run, state, weights, optimizer, skipped)
 
 
@@ -94,17 +96,29 @@ def converted_state(
 
 
 def write_run(
-    output: Path, run: RunConfig, step: int, state: dict[str, Any], weights: Tensors, optimizer: Tensors
+    source: Path, output: Path, run: RunConfig, step: int, state: dict[str, Any], weights: Tensors, optimizer: Tensors
 ) -> None:
     """Make the run folder `output` with one checkpoint. It has its name only once it is complete and on the disk.
 
-    Raises UsageError: it exists; StorageError: it cannot be written, and then nothing is left of it.
+    source: where the tensors are from, for errors. Raises UsageError: `output` exists, or a tensor has something other
+    than finite numbers in floating point, which no run saves; StorageError: it cannot be written, and then nothing is
+    left of it.
     """
     with made_whole(output) as temporary:
         step_folder = folder.begin(temporary, step)
         hashes: dict[str, str] = {}
         for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
-            hashes |= write_files(step_folder, prefix, tensors.infos, tensors.read)
+            hashes |= write_files(step_folder, prefix, tensors.infos, partial(_read_finite, source, tensors))
         write_json_atomic(step_folder / "state.json", {"step": step, **state})
         folder.commit(step_folder, step, hashes=hashes)
         write_json_atomic(temporary / "config.json", run.to_dict())
+
+
+def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:
+    tensor = tensors.read(name)
+    fix = "convert what has finite numbers in floating point alone"
+    if not tensor.is_floating_point():
+        raise UsageError(f"{source}: tensor {name} is of type {tensor.dtype}, which no run has; {fix}")
+    if count := int((~tensor.isfinite()).sum()):
+        raise UsageError(f"{source}: tensor {name}: {count:,} numbers are not finite; {fix}")
+    return tensor

@@ -7,6 +7,7 @@ file or the new one. A JSON-lines file only grows, one write per line, so that a
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import re
@@ -16,10 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.checks import check_regular
+from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.json_files import parse_json
 
 _ANOTHER = "name another one or remove it"
+WITHOUT_LINE = "take the line out, or move the file away"
 _NO_SUCH_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems and kernels that do not know it
 _NOREPLACE = 1  # RENAME_NOREPLACE, of Linux's renameat2
 
@@ -139,6 +142,31 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def check_size(path: Path, expected: int) -> None:
+    """UsageError unless it is a file, and no link to one, of so many bytes."""
+    if path.is_symlink() or not path.is_file():
+        found = "a symbolic link" if path.is_symlink() else "none"
+        raise UsageError(f"{path}: expected a file of {expected:,} bytes, found {found}")
+    if (size := path.stat().st_size) != expected:
+        raise UsageError(f"{path}: damaged: expected {expected:,} bytes, found {size:,}")
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """UsageError unless a file's bytes have this SHA-256."""
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    if found != expected:
+        raise UsageError(f"{path}: damaged: expected SHA-256 {expected}, found {found}")
+
+
 def sync_file(path: Path) -> None:
     """Flush a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -194,16 +222,20 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; a torn last line (its writer was killed) is left out. No file: no records.
 
-    Raises UsageError naming a line that is no record.
+    Raises UsageError naming a line that is no record, or the file, where it is none or cannot be read.
     """
-    if not path.exists():
-        return []
-    records, fix = [], "take the line out, or move the file away"
-    *lines, _torn = path.read_bytes().split(b"\n")
+    records = []
+    try:
+        check_regular("file", path, "move it away")
+        if not path.exists():
+            return []
+        *lines, _torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise usage_error("file", path, f"cannot be read ({error.strerror})", "move it away") from None
     for number, line in enumerate(lines, start=1):
-        record = parse_json("file", path, line, f"line {number}: {fix}")
+        record = parse_json("file", path, line, f"line {number}: {WITHOUT_LINE}")
         if not isinstance(record, dict):
-            raise usage_error("file", path, f"line {number} holds no object", fix)
+            raise usage_error("file", path, f"line {number} holds no object", WITHOUT_LINE)
         records.append(record)
     return records
 

@@ -17,13 +17,16 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.files import (
+    check_sha256,
+    check_size,
+    sha256_of,
     storage_errors,
     sync_file,
     sync_folder,
@@ -113,11 +116,28 @@ class Damaged(UsageError):
         self.folder = folder
 
 
+class Gone(UsageError):
+    """A step folder is no longer there."""
+
+
+@contextmanager
+def told_if_gone(folder: Path) -> Iterator[None]:
+    """What fails because its run deletes a step folder that was there raises Gone, which says so."""
+    try:
+        yield
+    except (UsageError, FileNotFoundError) as error:
+        if folder.is_dir():
+            raise
+        rule = "is gone, its run has deleted it meanwhile (--keep-latest-k)"
+        raise Gone(f"{folder}: {rule}; try again, or name a step that is kept") from error
+
+
 def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | None = None) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
     A step whose save has not ended is passed over, and so is one that is damaged unless there is a `way_out` to name:
-    then it raises Damaged where there is an older one. With `check_bytes` a folder must also pass `verify`. Reads only.
+    then it raises Damaged where there is an older one. With `check_bytes` a folder must also pass `verify`. Reads only;
+    where the run deletes meanwhile what is looked at, it has a newer one, and is looked at again.
     Raises UsageError when the run has none.
     """
     parent, named = run_folder / FOLDER, named_by_latest(run_folder)
@@ -131,6 +151,8 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
     damaged = None
     for path in candidates:
         if (reason := _why_no_candidate(path) or _why_unusable(path, check_bytes)) is not None:
+            if not path.exists() and path != _step_named(run_folder):
+                return find_latest(run_folder, check_bytes=check_bytes, way_out=way_out)
             if damaged is None and way_out is not None and _was_complete(run_folder, path):
                 damaged = Damaged(path, f"{reason}; {way_out}")
             skipped.append(f"{path}: {reason}")
@@ -171,7 +193,8 @@ def find(path: Path) -> tuple[Path, list[str]]:
     was passed over. Raises UsageError."""
     if (path / FOLDER).is_dir() or not (path / MANIFEST).exists():
         return find_latest(path, check_bytes=True, way_out="name an older step folder to take that")
-    verify(path)
+    with told_if_gone(path):
+        verify(path)
     return path, []
 
 
@@ -218,8 +241,7 @@ def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     manifest = _read_manifest(folder)
     _check_sizes(folder, manifest)
     for name, entry in manifest["files"].items() if every_byte else ():
-        if (found := _sha256(folder / name)) != entry["sha256"]:
-            raise UsageError(f"{folder / name}: damaged: expected SHA-256 {entry['sha256']}, found {found}")
+        check_sha256(folder / name, entry["sha256"])
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest["files"]:
             raise UsageError(f"{path}: expected no such file (the manifest does not list it), found one")
@@ -255,9 +277,9 @@ def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> st
         path = temporary / name  # which another host may have written: a listing here may lack it, a look does not
         if name not in hashes:
             sync_file(path)
-        files[name] = {"bytes": path.stat().st_size, "sha256": hashes.get(name) or _sha256(path)}
+        files[name] = {"bytes": path.stat().st_size, "sha256": hashes.get(name) or sha256_of(path)}
     write_json_atomic(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, "files": files})
-    return _sha256(temporary / MANIFEST)
+    return sha256_of(temporary / MANIFEST)
 
 
 def _undo(temporary: Path, final: Path, aside: Path) -> None:
@@ -316,7 +338,7 @@ def _why_unusable(folder: Path, check_bytes: bool) -> str | None:
             verify(folder)
         else:
             _check_sizes(folder, _read_manifest(folder))
-    except UsageError as error:
+    except (UsageError, FileNotFoundError) as error:
         return str(error).removeprefix("file ").removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
     return None
 
@@ -361,14 +383,4 @@ def _check_entries(folder: Path, files: Any) -> None:
 
 def _check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
     for name, entry in manifest["files"].items():
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            found = "a symbolic link" if path.is_symlink() else "none"
-            raise UsageError(f"{path}: expected a file of {entry['bytes']:,} bytes, found {found}")
-        if (found := path.stat().st_size) != entry["bytes"]:
-            raise UsageError(f"{path}: damaged: expected {entry['bytes']:,} bytes, found {found:,}")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        check_size(folder / name, entry["bytes"])

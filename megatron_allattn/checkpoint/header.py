@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -75,6 +76,7 @@ def values_start(path: Path) -> int:
 
 def _read(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     try:
+        check_regular("file", path, "give a safetensors file")
         size = path.stat().st_size
         with open(path, "rb") as handle:
             start = handle.read(8)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
-from megatron_allattn.checkpoint.folder import Damaged, find_latest, verify
+from megatron_allattn.checkpoint.folder import Damaged, Gone, find_latest, told_if_gone, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.checkpoint.run_folder import FOLDER, run_around
 from megatron_allattn.config.errors import UsageError
@@ -73,20 +73,38 @@ def inspect(path: Path, *, every_byte: bool = False) -> Inspection:
     """Inspect a step folder, or the newest complete step of a run folder.
 
     every_byte: compare hashes, and look for numbers that are not finite; else sizes alone. Raises UsageError when
-    `path` is neither; damage is not an error but part of what is returned.
+    `path` is neither, and Gone when its run deletes the step folder meanwhile; damage is not an error but part of what
+    is returned.
     """
-    skipped: list[str] = []
     if (path / FOLDER).is_dir():
+        skipped: list[str] = []
         try:
-            path, skipped = find_latest(path, way_out="name a step folder to look at an older one")
+            newest, skipped = find_latest(path, way_out="name a step folder to look at an older one")
         except Damaged as damage:
             if damage.folder.is_symlink() or not damage.folder.is_dir():
                 raise
-            path = damage.folder
-    elif not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
+            newest = damage.folder
+        try:
+            return _look(newest, skipped, every_byte=every_byte)
+        except Gone:  # then there is a newer one
+            return inspect(path, every_byte=every_byte)
+    if not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
         run = run_around(path)
         fix = "name one, e.g. RUN/checkpoints/step_00000100" if run is None else f"name the run folder {run}"
         raise UsageError(f"{path}: neither a run folder nor a step folder; {fix}")
+    return _look(path, [], every_byte=every_byte)
+
+
+def _look(path: Path, skipped: list[str], *, every_byte: bool) -> Inspection:
+    """Inspect a step folder that was there. Raises Gone."""
+    with told_if_gone(path):
+        found = _inspect_step(path, skipped, every_byte=every_byte)
+        if found.problems and not path.is_dir():
+            raise UsageError(found.problems[0])
+        return found
+
+
+def _inspect_step(path: Path, skipped: list[str], *, every_byte: bool) -> Inspection:
     problems: list[str] = []
     try:
         verify(path, every_byte=every_byte)
@@ -109,8 +127,9 @@ def inspect(path: Path, *, every_byte: bool = False) -> Inspection:
 
 
 def difference(one: Inspection, other: Inspection) -> list[str]:
-    """What differs between two checkpoints, a line each; tensors first."""
-    tensors = differences(places(one.tensors, one.folder), places(other.tensors, other.folder))
+    """What differs between two checkpoints, a line each; tensors first. Raises Gone: a step folder was deleted."""
+    with told_if_gone(one.folder), told_if_gone(other.folder):
+        tensors = differences(places(one.tensors, one.folder), places(other.tensors, other.folder))
     return tensors + [f"state: {line}" for line in state_differences(one.state, other.state)]
 
 

@@ -1,15 +1,16 @@
 """A run's checkpoint as one folder for every rank of a TP × PP grid, as Megatron-LM lays them out.
 
     OUT/layout.json                        the `Description`, the grid, and of every tensor: its shape, the dimension
-                                           that tensor parallelism cuts (null: every rank has all of it), its stages
+                                           that tensor parallelism cuts (null: every rank has all of it), its stages;
+                                           size and SHA-256 of every other file
     OUT/mp_rank_00_001/model.safetensors   what the first shard's second stage holds; mp_rank_00/ without a pipeline
     OUT/mp_rank_00_001/optimizer.safetensors   and, by WEIGHT/STATE, of the optimizer's state
 
 A cut dimension that the grid does not divide (a vocabulary) is padded with zeros; heads are in their order. What is on
-several ranks must be the same on all of them to be read.
+several ranks must be the same on all of them to be read, and every byte of a file what was written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
-from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic
+from megatron_allattn.checkpoint.files import check_sha256, check_size, made_whole, storage_errors, write_json_atomic
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
@@ -30,6 +31,7 @@ from megatron_allattn.model.partition import first_reach, stage_parts
 from megatron_allattn.parallel.logical import LogicalTensor
 
 FORMAT, LAYOUT = "shards", "layout.json"
+FILES = ("model", "optimizer")
 _GIVE = "give a folder that was made here"
 
 
@@ -54,7 +56,7 @@ def write(saved: SavedRun, output: Path, parallel: ParallelConfig) -> Grid:
     check_shards(saved.run.model, parallel.tensor_model_parallel_size)
     vocab_size = saved.state["vocab_size"]
     logical = {one.name: one for one in logical_tensors(saved.run.model, vocab_size)}
-    grid = _grid(saved, parallel, list(logical))
+    grid, files = _grid(saved, parallel, list(logical)), dict[str, dict[str, Any]]()
     with made_whole(output) as temporary:
         for rank in range(grid.tensor):
             for stage in range(grid.pipeline):
@@ -62,13 +64,14 @@ def write(saved: SavedRun, output: Path, parallel: ParallelConfig) -> Grid:
                 with storage_errors(folder, 0):
                     folder.mkdir(parents=True, exist_ok=True)
                 own = [one for one in logical.values() if stage in grid.stages_of[one.name]]
-                _write_rank(folder, saved, own, rank, grid.tensor)
+                for path, digest in _write_rank(folder, saved, own, rank, grid.tensor):
+                    files[f"{folder.name}/{path.name}"] = {"bytes": path.stat().st_size, "sha256": digest}
         described = {
             name: {"shape": one.shape, "cut": one.shard_dim, "stages": grid.stages_of[name]}
             for name, one in logical.items()
         }
         sizes = {"tensor_model_parallel_size": grid.tensor, "pipeline_model_parallel_size": grid.pipeline}
-        content = {"description": Description.of(saved).to_dict(), **sizes, "tensors": described}
+        content = {"description": Description.of(saved).to_dict(), **sizes, "tensors": described, "files": files}
         write_json_atomic(temporary / LAYOUT, content)
         _compare(saved, _Shards(temporary))
     return grid
@@ -102,8 +105,10 @@ def _grid(saved: SavedRun, parallel: ParallelConfig, names: list[str]) -> Grid:
     return Grid(parallel.tensor_model_parallel_size, len(parts), {name: stages(name) for name in names})
 
 
-def _write_rank(folder: Path, saved: SavedRun, own: list[LogicalTensor], rank: int, parts: int) -> None:
-    """The two files of a rank."""
+def _write_rank(
+    folder: Path, saved: SavedRun, own: list[LogicalTensor], rank: int, parts: int
+) -> Iterator[tuple[Path, str]]:
+    """The two files of a rank, each with its SHA-256."""
     by_weight: dict[str, list[str]] = {}
     for name in saved.optimizer.names:
         by_weight.setdefault(name.rpartition("/")[0], []).append(name)
@@ -115,7 +120,8 @@ def _write_rank(folder: Path, saved: SavedRun, own: list[LogicalTensor], rank: i
             continue
         infos = [TensorInfo.of(name, reader.infos[name].dtype, one.local_shape(parts)) for name, one in names.items()]
         shards = (one.shard(reader.read(name), rank, parts).contiguous() for name, one in names.items())
-        write_tensors(folder / f"{file}.safetensors", infos, shards)
+        path = folder / f"{file}.safetensors"
+        yield path, write_tensors(path, infos, shards)
 
 
 class _Shards:
@@ -129,6 +135,7 @@ class _Shards:
             one.name: one for one in logical_tensors(self.description.run.model, self.description.vocab_size)
         }
         self.grid = self._read_grid(path, content)
+        self._files = self._read_files(path, content)
         self._readers: dict[tuple[str, int, int], TensorReader] = {}
 
     def _read_grid(self, path: Path, content: dict[str, Any]) -> Grid:
@@ -146,6 +153,23 @@ class _Shards:
             stages[name] = tuple(held)
         return Grid(sizes[0], sizes[1], stages)
 
+    def _read_files(self, path: Path, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Size and SHA-256 of every file of a rank, by FOLDER/FILE; of no other file, whoever wrote the list."""
+        files = content.get("files")
+        if not isinstance(files, dict):
+            rule = "has no hashes of its files: an earlier version made it"
+            raise usage_error("file", path, rule, "convert the run once more, with this version")
+        folders = [
+            self.grid.folder(rank, stage) for rank in range(self.grid.tensor) for stage in range(self.grid.pipeline)
+        ]
+        for name in sorted(files.keys() - {f"{one}/{file}.safetensors" for one in folders for file in FILES}):
+            raise usage_error("file", path, f"lists {name!r:.80}, which is no file of a rank", _GIVE)
+        for name, entry in files.items():
+            known = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+            if not known:
+                raise usage_error("file", path, f"has {entry!r:.80} for {name}, expected bytes and sha256", _GIVE)
+        return files
+
     @property
     def states(self) -> list[str]:
         """Names of the optimizer's states, as WEIGHT/STATE, in the order of the weights; empty where there are none."""
@@ -157,11 +181,14 @@ class _Shards:
         return [f"{weight}/{kind}" for weight in self.logical for kind in kinds]
 
     def _reader(self, file: str, rank: int, stage: int) -> TensorReader | None:
-        path = self._folder / self.grid.folder(rank, stage) / f"{file}.safetensors"
-        if not path.exists():
+        name = f"{self.grid.folder(rank, stage)}/{file}.safetensors"
+        if name not in self._files:
             return None
         key = (file, rank, stage)
         if key not in self._readers:
+            path, expected = self._folder / name, self._files[name]
+            check_size(path, expected["bytes"])
+            check_sha256(path, expected["sha256"])
             self._readers[key] = TensorReader.of_files(path)
         return self._readers[key]
 
@@ -195,7 +222,7 @@ class _Shards:
         folder = self._folder / self.grid.folder(rank, stage)
         reader = self._reader(file, rank, stage)
         if reader is None:
-            raise UsageError(f"{folder / file}.safetensors: is not there; {_GIVE}")
+            raise usage_error("file", self._folder / LAYOUT, f"lists no {folder.name}/{file}.safetensors", _GIVE)
         found, expected = reader.infos.get(name), logical.local_shape(self.grid.tensor)
         if found is None or found.shape != expected:
             shape = "none" if found is None else found.shape
@@ -218,7 +245,7 @@ def read(source: Path, output: Path) -> Description:
     weights = Tensors([shards.info(name) for name in shards.logical], shards.weight)
     optimizer = Tensors([shards.info(*name.rsplit("/", 1)) for name in states], shards.state)
     state = found.state(progress, {"format": FORMAT, "step": found.step})
-    write_run(output, found.run, step, state, weights, optimizer)
+    write_run(source, output, found.run, step, state, weights, optimizer)
     return found
 
 

@@ -145,7 +145,7 @@ def read(source: Path, output: Path) -> Description:
     state = found.state(found.progress, {"format": FORMAT})
     weights = tensors([name for name, (*_, kind) in own.items() if kind is None])
     optimizer = tensors([name for name, (*_, kind) in own.items() if kind is not None])
-    write_run(output, found.run, found.step, state, weights, optimizer)
+    write_run(source, output, found.run, found.step, state, weights, optimizer)
     return found
 
 

@@ -174,7 +174,7 @@ def read(source: Path, output: Path, given: RunConfig) -> Description:
             found = told
     check_weights(source, weights, model, vocab_size)
     state = found.state(Progress(), {"format": FORMAT, "step": found.step})
-    write_run(output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
+    write_run(source, output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
 
 

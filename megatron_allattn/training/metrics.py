@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.files import (
+    WITHOUT_LINE,
     append_json_line,
     read_json_lines,
     storage_errors,
@@ -82,10 +83,15 @@ class Metrics:
 def drop_records_after(folder: Path, step: int, kinds: Collection[str] = ()) -> int:
     """Remove the records that a run resumed from the checkpoint of `step` makes again; returns how many there were.
 
-    kinds: those that it makes again of `step` itself.
+    kinds: those that it makes again of `step` itself. Raises UsageError naming a line that is no record.
     """
     path = folder / "metrics.jsonl"
     records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):
+        at, kind = record.get("step"), record.get("kind")
+        if type(at) is not int or not isinstance(kind, str):
+            rule = f"line {number} has step {at!r:.40} and kind {kind!r:.40}, expected a whole number and a text"
+            raise usage_error("file", path, rule, WITHOUT_LINE)
     kept = [
         record
         for record in records

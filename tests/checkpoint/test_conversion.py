@@ -17,6 +17,7 @@ from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import RunConfig, UsageError
 from tests.support.forked import kill_before_call, run_forked
 
+SOURCE = Path("source")
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1500)}
 STATES = {"a/sum": torch.full((2, 3), 2.0)}
 
@@ -25,7 +26,7 @@ def _write(output: Path) -> None:
     run = RunConfig()
     tokenizer = {"type": "null", "vocab_size": 7}
     state = converted_state(run, Progress.at(5, run), 7, tokenizer, "f" * 64, {"format": "other"})
-    write_run(output, run, 5, state, Tensors.of(WEIGHTS), Tensors.of(STATES))
+    write_run(SOURCE, output, run, 5, state, Tensors.of(WEIGHTS), Tensors.of(STATES))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
     run = RunConfig()
     state = converted_state(run, Progress.at(5, run), 7, {}, "", {})
     state["config"] = {**state["config"], "engine": {}}
-    write_run(tmp_path / "run", run, 5, state, Tensors.of(WEIGHTS), Tensors.of({}))
+    write_run(SOURCE, tmp_path / "run", run, 5, state, Tensors.of(WEIGHTS), Tensors.of({}))
     with pytest.raises(
         UsageError, match=r"state.json: configuration engine: unknown key; .*; load a checkpoint of this"
     ):

@@ -4,13 +4,15 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_allattn.checkpoint.compare import differences, not_finite, pieces, places
+from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint.compare import differences, not_finite, pieces, places, state_differences
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header
@@ -125,6 +127,7 @@ def test_a_part_of_a_run_names_the_run(run: Path, part: str) -> None:
         ([], "give a path, or --diff A B"),
         (["nowhere"], "nowhere: neither a run folder nor a step folder"),
         ([ROOT / "setup.py"], "neither a run folder nor a step folder"),
+        (["--diff", "a", "b", "--json"], "--diff A B: --json has no effect"),
         (["nowhere", "--yaml"], "unrecognized arguments: --yaml"),
     ],
 )
@@ -218,3 +221,51 @@ def test_whole_numbers_do_not_wrap_around(tmp_path: Path) -> None:
         (place,) = places({f"{name}-1.safetensors": [info]}, tmp_path).values()
         where.append({"a": place})
     assert differences(*where) == ["a: 1 of 1 elements differ, by at most 1.84e+19"]
+
+
+def test_what_only_looks_equal_differs(tmp_path: Path) -> None:
+    where = []
+    for name, value in (("x", 0.0), ("y", -0.0)):
+        (tmp_path / name).mkdir()
+        write_tensors_to(tmp_path / name, "weights", {"a": torch.tensor([1.0, value])})
+        infos = {"weights-00001.safetensors": [TensorInfo("a", "F32", (2,), 8)]}
+        where.append(places(infos, tmp_path / name))
+    assert differences(*where) == ["weights a: 1 of 2 elements differ, by at most 0"]
+    one = {"a": True, "b": {"c": 2304}, "d": [0.0], "e": None, "f": {"g": 1, "h": 2}}
+    other = {"a": 1, "b": {"c": 2304.0}, "d": [-0.0], "f": {"h": 2, "g": 1}}
+    assert state_differences(one, other) == [
+        "a: true in A, 1 in B",
+        "b.c: 2304 in A, 2304.0 in B",
+        "d: [0.0] in A, [-0.0] in B",
+        "e: only in A",
+    ]
+
+
+@pytest.mark.parametrize("of_run", [True, False])
+@pytest.mark.parametrize(
+    "look",
+    [lambda path: folder.find(path)[0], lambda path: inspect(path, every_byte=True).folder],
+    ids=["find", "inspect"],
+)
+def test_a_step_that_its_run_deletes_meanwhile(
+    run: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], Path], of_run: bool
+) -> None:
+    """The run saves step 13 and keeps one, as soon as step 12 has been found: the newest is looked for again."""
+    old, real = run / "checkpoints" / "step_00000012", folder.check_sha256
+
+    def deleting(path: Path, expected: str) -> None:
+        if old.exists():
+            temporary = begin(run, 13)
+            write_tensors_to(temporary, "weights", {"a": torch.ones(3)})
+            write_json_atomic(temporary / "state.json", STATE | {"step": 13})
+            commit(temporary, 13)
+            assert folder.retain(run, 13, 1, 0) == [12]
+        real(path, expected)
+
+    monkeypatch.setattr(folder, "check_sha256", deleting)
+    if of_run:
+        assert look(run).name == "step_00000013"
+    else:
+        with pytest.raises(UsageError, match=f"^{old}: is gone, its run has deleted it meanwhile"):
+            look(old)
+    assert not old.exists()

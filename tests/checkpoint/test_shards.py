@@ -1,5 +1,6 @@
 """Shards of a TP × PP grid and back: the same bits at every grid, each shard what that rank would hold."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -58,23 +59,36 @@ def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out/mp_rank_01/model.safetensors"
     tensors = safetensors.torch.load_file(path)
 
+    layout = tmp_path / "out/layout.json"
+
     def refused(message: str) -> None:
         with pytest.raises(UsageError, match=message):
             shards.read(tmp_path / "out", tmp_path / "back")
         assert not (tmp_path / "back").exists()
 
-    safetensors.torch.save_file(tensors | {"position.key": tensors["position.key"] + 1}, path)
+    def changed(**other: torch.Tensor) -> None:
+        """As if it had been written so."""
+        safetensors.torch.save_file(tensors | {name.replace("_", "."): one for name, one in other.items()}, path)
+        content = json.loads(layout.read_text())
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        content["files"]["mp_rank_01/model.safetensors"] = {"bytes": path.stat().st_size, "sha256": digest}
+        layout.write_text(json.dumps(content))
+
+    changed(position_key=tensors["position.key"] + 1)
     refused(r"tensor position.key is not the same on all ranks that hold it")
-    safetensors.torch.save_file(tensors | {"output.bias": tensors["output.bias"][:-1].clone()}, path)
+    changed(output_bias=tensors["output.bias"][:-1].clone())
     refused(r"mp_rank_01/model.safetensors: tensor output.bias has shape \(8,\), expected \(9,\)")
     path.unlink()
-    refused(r"mp_rank_01/model.safetensors: is not there")
-    layout = tmp_path / "out/layout.json"
+    refused(r"mp_rank_01/model.safetensors: expected a file of [\d,]+ bytes, found none")
     content = json.loads(layout.read_text())
     for change, message in (
         ({"tensor_model_parallel_size": 0}, "has no grid"),
         ({"tensors": content["tensors"] | {"../x": {}}}, "tensor ../x is in one of the list and the model alone"),
         ({"description": None}, "has no description"),
+        ({"files": None}, "has no hashes of its files: an earlier version made it; convert the run once more"),
+        ({"files": {}}, "lists no mp_rank_00/model.safetensors"),
+        ({"files": {"../x": {}}}, "lists '../x', which is no file of a rank"),
+        ({"files": {"mp_rank_00/model.safetensors": {"bytes": "5"}}}, "expected bytes and sha256"),
     ):
         layout.write_text(json.dumps(content | change))
         refused(message)
@@ -89,3 +103,20 @@ def test_a_grid_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             shards.write(saved, tmp_path / "out", parallel)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_swapped_shards_and_a_flipped_bit_are_refused(tmp_path: Path, file: str) -> None:
+    """Both shards have the same names, shapes and size: their hashes alone tell them apart."""
+    shards.write(saved_run(tmp_path / "run", MODELS["all-attn"]), tmp_path / "out", grid(2, 2))
+    one, other = (tmp_path / f"out/mp_rank_{rank}_000/{file}.safetensors" for rank in ("00", "01"))
+    contents = one.read_bytes(), other.read_bytes()
+    flipped = bytearray(contents[0])
+    flipped[-1] ^= 1
+    for now in (contents[::-1], (bytes(flipped), contents[1])):
+        one.write_bytes(now[0])
+        other.write_bytes(now[1])
+        expected, found = (hashlib.sha256(content).hexdigest() for content in (contents[0], now[0]))
+        with pytest.raises(UsageError, match=f"{one}: damaged: expected SHA-256 {expected}, found {found}$"):
+            shards.read(tmp_path / "out", tmp_path / "back")
+        assert not (tmp_path / "back").exists()

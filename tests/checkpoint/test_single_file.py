@@ -1,14 +1,18 @@
 """One safetensors file and back: the same bits, read by the library too, and nothing taken on trust."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 import safetensors
 import safetensors.torch
+import torch
 
 from megatron_allattn.checkpoint import single_file
 from megatron_allattn.checkpoint.conversion import read_run
+from megatron_allattn.checkpoint.header import values_start
 from megatron_allattn.config import UsageError
 from tests.support.saved_runs import MODELS, same_weights, saved_run
 
@@ -51,3 +55,39 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             single_file.read(tmp_path / "b.safetensors", tmp_path / "back")
         assert not (tmp_path / "back").exists()
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    single_file.write(saved_run(tmp_path / "run", MODELS["all-attn"]), path := tmp_path / "a.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"a.safetensors: damaged: expected SHA-256 \w{64} .*, found \w{64}$"):
+        single_file.read(path, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_no_run_saves_is_refused(tmp_path: Path) -> None:
+    """Whole numbers, NaN, no hash, and a pipe, which would be waited for without end."""
+    single_file.write(saved_run(tmp_path / "run", MODELS["all-attn"]), tmp_path / "a.safetensors")
+    with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as handle:
+        text = handle.metadata()["megatron_allattn"]
+    weights = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    name, path = "embedding.weight", tmp_path / "b.safetensors"
+    broken = weights[name].clone()
+    broken[1, 2] = torch.nan
+    for changed, hashed, message in (
+        (weights[name].long(), True, f"{path}: tensor {name} is of type torch.int64, which no run has"),
+        (broken, True, f"{path}: tensor {name}: 1 numbers are not finite"),
+        (weights[name], False, f"file {path}: has no hash of its values: an earlier version made it"),
+    ):
+        safetensors.torch.save_file(weights | {name: changed}, path, metadata={"megatron_allattn": text})
+        digest = hashlib.sha256(text.encode() + path.read_bytes()[values_start(path) :]).hexdigest()
+        metadata = {"megatron_allattn": text} | ({"megatron_allattn_sha256": digest} if hashed else {})
+        safetensors.torch.save_file(weights | {name: changed}, path, metadata=metadata)
+        with pytest.raises(UsageError, match=message):
+            single_file.read(path, tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe: is not a regular file"):
+        single_file.read(tmp_path / "pipe", tmp_path / "back")

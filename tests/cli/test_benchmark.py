@@ -62,7 +62,8 @@ def program(*arguments: object, through: tuple[str, ...] = (TOOL,)) -> tuple[int
     [
         (
             [],
-            "command '': there is no such benchmark; give one of attention, layer, step, generate, data, save, plan-check first",
+            "command '': there is no such benchmark; "
+            "give one of attention, layer, step, generate, data, save, plan-check first",
         ),
         (["steps"], "command steps: there is no such benchmark; did you mean step?"),
         (["--recipe", "demo"], "command --recipe: there is no such benchmark; give one of"),

@@ -184,3 +184,19 @@ def test_a_plateau_at_the_last_step_is_not_made_again(tmp_path: Path) -> None:
 def test_a_run_without_records_gets_no_file(tmp_path: Path) -> None:
     assert drop_records_after(tmp_path, 2) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", ['{"a": 1}', '{"step": "x", "kind": "train"}', '{"step": 2, "kind": 5}'])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"kind": "train", "step": 1}}\n{line}\n')
+    with pytest.raises(
+        UsageError, match=f"^file {path}: line 2 has step .*; take the line out, or move the file away$"
+    ):
+        drop_records_after(tmp_path, 1)
+
+
+def test_a_folder_in_place_of_the_records_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match=f"^file {path}: is not a regular file; move it away$"):
+        drop_records_after(tmp_path, 1)
