@@ -4,35 +4,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_allattn.config import ModelConfig, Recompute, UsageError
-from megatron_allattn.kernels import eager
-from megatron_allattn.kernels.blocked import Blocked
 from megatron_allattn.model.accounting import step_traffic
 from megatron_allattn.parallel.layout import Layout
-from megatron_allattn.parallel.ledger import Messages, groups_by_name
-from megatron_allattn.parallel.recorder import Recorder
-from tests.support.half import allowed
+from megatron_allattn.parallel.ledger import Ledger, Messages, groups_by_name
 from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.trained import (
     ADAPTIVE,
     ADAPTIVE_TIED,
-    BLOCK,
     MODEL,
-    STREAMS,
     TIED,
     VARIANTS,
     VOCABULARY,
     Trained,
     deepspeed,
+    recorded_step,
     zero_file,
 )
-from tests.support.trajectories import build
-
-WARM_UP = 7  # steps: caches are full, and DeepSpeed has recorded what it records
 
 
 @dataclass(frozen=True)
@@ -44,29 +35,9 @@ class Recorded:
 
 def record(rank: int, world_size: int, case: Trained) -> Recorded:
     """The messages of one step, on this rank, and what they depend on beside the configuration."""
-    attend = {"eager": eager.attend, "blocked": Blocked(None)}[case.backend]
-    with allowed():  # float16
-        engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
-    rng = np.random.default_rng(5)
-    recorder = Recorder(engine.groups.layout, rank)
-    for step in range(1, WARM_UP + 2):
-        text = rng.integers(VOCABULARY, size=(STREAMS, BLOCK + 1))
-        own = text[engine.streams.start : engine.streams.stop]
-        lengths = [0] * case.model.num_layers
-        for layer in engine.network.part.layers:
-            lengths[layer] = engine.slots[0]._current[layer - engine.network.part.layers.start].shape[1]
-
-        def train(step: int = step, own: np.ndarray = own) -> None:
-            engine.train_step(own[:, :-1], own[:, 1:], step, 1e-3, engine.spans())
-
-        if step <= WARM_UP:
-            train()
-            continue
-        with recorder:
-            train()
-        assert not engine.overflow
-    tails = int((own[:, 1:] >= case.model.cutoffs[0]).sum()) if case.model.cutoffs else 0
-    return Recorded(recorder.ledger.entries, lengths, tails)
+    found = recorded_step(rank, case, Ledger)
+    tails = int((found.targets >= case.model.cutoffs[0]).sum()) if case.model.cutoffs else 0
+    return Recorded(found.ledger.entries, found.cache_lengths, tails)
 
 
 def check(pools: WorkerPools, case: Trained) -> None:

@@ -3,13 +3,24 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from megatron_allattn.config import ModelConfig, Recompute, RunConfig
+from megatron_allattn.kernels import eager
+from megatron_allattn.kernels.blocked import Blocked
 from megatron_allattn.model.network import Part
 from megatron_allattn.model.partition import by_hand, cut
-from tests.support.trajectories import OPTIMIZERS, Case, run_config
+from megatron_allattn.parallel.layout import Layout
+from megatron_allattn.parallel.ledger import Ledger
+from megatron_allattn.parallel.recorder import Recorder
+from tests.support.half import allowed
+from tests.support.trajectories import OPTIMIZERS, Case, build, run_config
 
 VOCABULARY, STREAMS, BLOCK = 101, 8, 16
+WARM_UP = 7  # steps: caches are full, and DeepSpeed has recorded what it records
+L = TypeVar("L", bound=Ledger)
 MODEL = ModelConfig(
     num_layers=5,
     hidden_size=32,
@@ -57,6 +68,44 @@ class Trained:
 
 def deepspeed(tensor: int = 1, data: int = 1, zero: int = 0, pipeline: int = 1, **options) -> Case:
     return Case(tensor, data, zero, pipeline=pipeline, engine="deepspeed", **options)
+
+
+@dataclass(frozen=True)
+class RecordedStep(Generic[L]):
+    """A rank's messages in a step, and what they depend on beside the configuration: how many positions every layer's
+    cache has that the step reads, and this replica's targets."""
+
+    ledger: L
+    cache_lengths: list[int]
+    targets: np.ndarray
+
+
+def recorded_step(rank: int, case: Trained, kind: type[L]) -> RecordedStep[L]:
+    """The step after the warm-up, on this rank, in a ledger of this kind. Collective."""
+    attend = {"eager": eager.attend, "blocked": Blocked(None)}[case.backend]
+    with allowed():  # float16
+        engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
+    rng = np.random.default_rng(5)
+    layout: Layout = engine.groups.layout
+    recorder = Recorder(layout, rank)
+    recorder.ledger = ledger = kind(layout, rank)
+    for step in range(1, WARM_UP + 2):
+        text = rng.integers(VOCABULARY, size=(STREAMS, BLOCK + 1))
+        own = text[engine.streams.start : engine.streams.stop]
+        lengths = [0] * case.model.num_layers
+        for layer in engine.network.part.layers:
+            lengths[layer] = engine.slots[0].part(layer).shape[1]
+
+        def train(step: int = step, own: np.ndarray = own) -> None:
+            engine.train_step(own[:, :-1], own[:, 1:], step, 1e-3, engine.spans())
+
+        if step <= WARM_UP:
+            train()
+            continue
+        with recorder:
+            train()
+        assert not engine.overflow
+    return RecordedStep(ledger, lengths, own[:, 1:])
 
 
 def zero_file(folder: Path, stage: int, **options: int) -> Path:

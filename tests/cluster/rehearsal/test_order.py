@@ -9,27 +9,13 @@ import pytest
 
 from megatron_allattn.cluster.rehearsal import rank as rehearsal
 from megatron_allattn.cluster.rehearsal.roles import rehearse_role
-from megatron_allattn.kernels import eager
-from megatron_allattn.kernels.blocked import Blocked
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.ledger import Ledger, groups_by_name
-from megatron_allattn.parallel.recorder import Recorder
 from megatron_allattn.parallel.silent import Call
-from tests.model.test_traffic import (
-    ADAPTIVE_TIED,
-    ALL,
-    BLOCK,
-    STREAMS,
-    TIED,
-    VOCABULARY,
-    WARM_UP,
-    Trained,
-    deepspeed,
-)
-from tests.support.half import allowed
+from tests.model.test_traffic import ALL
 from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
-from tests.support.trajectories import build
+from tests.support.trained import ADAPTIVE_TIED, TIED, VOCABULARY, Trained, deepspeed, recorded_step
 
 Sent = tuple[tuple[int, ...], str, int]
 """The ranks of the group, or the peer; operation; bytes."""
@@ -60,29 +46,8 @@ class Real:
 
 
 def record(rank: int, world_size: int, case: Trained) -> Real:
-    attend = {"eager": eager.attend, "blocked": Blocked(None)}[case.backend]
-    with allowed():  # float16
-        engine = build(case.layout, VOCABULARY, case.run, attend, case.recompute)
-    rng = np.random.default_rng(5)
-    recorder = Recorder(engine.groups.layout, rank)
-    recorder.ledger = ledger = InOrder(engine.groups.layout, rank)
-    for step in range(1, WARM_UP + 2):
-        text = rng.integers(VOCABULARY, size=(STREAMS, BLOCK + 1))
-        own = text[engine.streams.start : engine.streams.stop]
-        lengths = [0] * case.model.num_layers
-        for layer in engine.network.part.layers:
-            lengths[layer] = engine.slots[0].part(layer).shape[1]
-
-        def train(step: int = step, own: np.ndarray = own) -> None:
-            engine.train_step(own[:, :-1], own[:, 1:], step, 1e-3, engine.spans())
-
-        if step <= WARM_UP:
-            train()
-            continue
-        with recorder:
-            train()
-        assert not engine.overflow
-    return Real(ledger.messages, lengths, own[:, 1:])
+    found = recorded_step(rank, case, InOrder)
+    return Real(found.ledger.messages, found.cache_lengths, found.targets)
 
 
 def sent(layout: Layout, rank: int, calls: Sequence[Call]) -> list[Sent]:
