@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.tensors import DEFAULT_MAX_BYTES, DTYPE_NAMES, TensorWriter, cut, file_name
+from megatron_allattn.engine.finite import is_finite
 from megatron_allattn.engine.fragments import KINDS, Fragment, Join, Stored
 from megatron_allattn.parallel.collectives import agree, gather_objects
 from megatron_allattn.parallel.groups import Group
@@ -42,6 +43,14 @@ class PlannedFile:
     name: str
     tensors: list[tuple[Stored, list[Range]]]
     writer: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: the SHA-256 of its files, by name, and the tensors in them that are not finite."""
+
+    hashes: dict[str, str]
+    not_finite: list[str]
 
 
 def plan(fragments: Sequence[Fragment], group: Group, max_bytes: int = DEFAULT_MAX_BYTES) -> list[list[PlannedFile]]:
@@ -69,17 +78,18 @@ def describe(stored: Stored) -> TensorInfo:
 
 def write(
     folder: Path, turns: list[list[PlannedFile]], fragments: Sequence[Fragment], join: Join, group: Group
-) -> dict[str, str]:
-    """Write the planned files into a folder that exists; the SHA-256 of those that this rank has written. Collective.
+) -> Written:
+    """Write the planned files into a folder that exists. Collective.
 
     join: of the placement of heads that the fragments have. Raises StorageError on the rank whose file cannot be
     written and PeerFailed on the others, at the end of the turn, in which nobody is left waiting.
     """
     own = {one.stored: one for one in fragments}
+    not_finite: list[str] = []
     with TensorWriter() as writer:
         for turn in turns:
-            agree(partial(_write_turn, writer, folder, turn, own, join, group), group)
-        return agree(writer.finish, group)
+            not_finite += agree(partial(_write_turn, writer, folder, turn, own, join, group), group)
+        return Written(agree(writer.finish, group), not_finite)
 
 
 def _write_turn(
@@ -89,8 +99,8 @@ def _write_turn(
     own: dict[Stored, Fragment],
     join: Join,
     group: Group,
-) -> None:
-    """One turn of `write`."""
+) -> list[str]:
+    """One turn of `write`; the tensors written that are not finite."""
     sending = [
         dist.isend(own[stored].values.cpu(), dst=group.ranks[file.writer], group=group.handle)
         for file in turn
@@ -99,9 +109,10 @@ def _write_turn(
         if any(one.rank == group.rank and one.count for one in ranges)
     ]
     try:
-        for file in turn:
-            if file.writer == group.rank:
-                _write_file(writer, folder / file.name, _Tensors(file, own, join, group))
+        mine = [_Tensors(file, own, join, group) for file in turn if file.writer == group.rank]
+        for tensors in mine:
+            _write_file(writer, folder / tensors.file.name, tensors)
+        return [name for tensors in mine for name in tensors.not_finite]
     finally:
         _wait(sending)
 
@@ -120,11 +131,15 @@ def _wait(works: list[dist.Work | None]) -> None:
 
 
 class _Tensors:
-    """A file's tensors, whole and in order, each made when it is asked for."""
+    """A file's tensors, whole and in order, each made when it is asked for; `not_finite` names those that are not.
+
+    To look at them here takes no time: the writer would wait for the hash of the one before.
+    """
 
     def __init__(self, file: PlannedFile, own: dict[Stored, Fragment], join: Join, group: Group) -> None:
         self.file, self._rest = file, iter(file.tensors)
         self._own, self._join, self._group = own, join, group
+        self.not_finite: list[str] = []
 
     def __iter__(self) -> "_Tensors":
         return self
@@ -132,9 +147,10 @@ class _Tensors:
     def __next__(self) -> Tensor:
         stored, ranges = next(self._rest)
         shards = self._receive(stored, ranges)
-        if len(shards) == 1:
-            return shards[0]
-        return self._join(stored.logical, shards).contiguous()
+        whole = shards[0] if len(shards) == 1 else self._join(stored.logical, shards).contiguous()
+        if not is_finite(whole):
+            self.not_finite.append(stored.name)
+        return whole
 
     def exhaust(self) -> None:
         """Receive what nobody wants any more, so that those who send it can go on."""

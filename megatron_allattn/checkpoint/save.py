@@ -20,6 +20,7 @@ from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
+from megatron_allattn.engine.finite import NotFinite, not_saved
 from megatron_allattn.engine.fragments import Fragment, Join
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.model.network import logical_tensors
@@ -46,8 +47,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def save(run_folder: Path, step: int, engine: Engine, state: dict[str, Any]) -> None:
     """Write the complete step folder of `step`. Collective. A step that exists already is replaced.
 
-    Raises StorageError on a rank whose files cannot be written and PeerFailed on the others; nothing half-written is
-    left.
+    Raises StorageError on a rank whose files cannot be written and PeerFailed on the others, or NotFinite on all ranks
+    where a tensor is not; nothing half-written is left.
     """
     write_step(run_folder, step, list(engine.fragments()), engine.network.join, state, engine.groups.saving)
 
@@ -59,13 +60,15 @@ def write_step(
     first = group.rank == 0
     temporary = broadcast_object(agree(lambda: folder.begin(run_folder, step) if first else None, group), group)
     try:
-        written = write(temporary, plan(fragments, group), fragments, join, group)
-        hashes = {name: digest for part in gather_objects(written, group) for name, digest in part.items()}
+        written = gather_objects(write(temporary, plan(fragments, group), fragments, join, group), group)
+        if not_finite := sorted({name for one in written for name in one.not_finite}):
+            raise not_saved(not_finite)
+        hashes = {name: digest for one in written for name, digest in one.hashes.items()}
         agree(lambda: _commit(temporary, step, state, hashes) if first else None, group)
     except BaseException as error:
         if first:
             folder.abort(temporary)
-        if isinstance(error, StorageError | PeerFailed):  # all ranks are here: nobody ends the run before that is done
+        if isinstance(error, StorageError | PeerFailed | NotFinite):  # on all ranks: none ends the run before this
             gather_objects(None, group)
         raise
 

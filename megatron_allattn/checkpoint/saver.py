@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.save import write_step
 from megatron_allattn.engine.drift import check_replicas
-from megatron_allattn.engine.finite import check_fragments
 from megatron_allattn.engine.fragments import Fragment, Join, Stored
 from megatron_allattn.engine.interface import Engine
 from megatron_allattn.parallel.collectives import agree
@@ -93,7 +92,6 @@ class Saver:
 
     def _write(self, step: int, fragments: list[Fragment], join: Join, state: dict[str, Any], began: float) -> None:
         group = self._engine.groups.saving
-        check_fragments(fragments, group)
         write_step(self._run_folder, step, fragments, join, state, group)
         seconds = time.monotonic() - began
         agree(lambda: self._after_commit(self._run_folder, step, seconds) if group.rank == 0 else None, group)

@@ -9,17 +9,18 @@ Such a step is left out on all ranks: weights, optimizer and caches stay as they
 from collections.abc import Iterable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_allattn.engine.fragments import Fragment
 from megatron_allattn.parallel.collectives import gather_objects
-from megatron_allattn.parallel.groups import Group, Groups
+from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.logical import LogicalTensor
 from megatron_allattn.parallel.verdict import name_ranks, place
 
 SHOWN = 3  # tensors in a message
+PIECE = 2**20  # elements looked at together, on the host
 
 
 class NotFinite(RuntimeError):
@@ -85,20 +86,19 @@ def tell_overflow(groups: Groups, own_loss: Tensor, *, smallest: bool) -> str | 
     return "the gradient overflows float16 at the smallest loss scale too" if smallest else None
 
 
-def check_fragments(fragments: Iterable[Fragment], group: Group) -> None:
-    """Refuse a checkpoint with anything in it that is not finite: NotFinite, on all ranks, names tensors. Collective.
+def not_saved(names: list[str]) -> NotFinite:
+    """Why a checkpoint with these tensors in it, which are not finite, is not kept."""
+    return NotFinite(f"not finite: {_some(names)}. Nothing was saved: go on from the last checkpoint at a smaller --lr")
 
-    fragments: what this rank gives of it; group: of all ranks.
+
+def is_finite(values: Tensor) -> bool:
+    """Whether every element is; values: in host memory, of any shape and type.
+
+    With numpy, on this thread alone: after a loop of torch's its threads spin, and what hashes and flushes has no core.
     """
-    own = {fragment.stored.name for fragment in fragments if not _is_finite(fragment.values)}
-    if found := sorted(set().union(*gather_objects(own, group))):
-        raise NotFinite(
-            f"not finite: {_some(found)}. Nothing was saved: go on from the last checkpoint at a smaller --lr"
-        )
-
-
-def _is_finite(values: Tensor) -> bool:
-    return not values.numel() or bool(_largest(values).isfinite())
+    pieces = values.detach().reshape(-1).split(PIECE)
+    wide = (piece.float() if piece.dtype == torch.bfloat16 else piece for piece in pieces)
+    return all(np.isfinite([piece.min(), piece.max()]).all() for piece in map(Tensor.numpy, wide) if piece.size)
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Files that many ranks write: the same bytes from every layout, each written once, whatever fails on the way."""
 
 import hashlib
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_allattn.checkpoint import save
 from megatron_allattn.checkpoint.assembly import plan, write
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.tensors import TensorReader
+from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.model.placement import balance
 from megatron_allattn.parallel.collectives import PeerFailed
 from tests.support.pool import WorkerPools
@@ -47,7 +49,7 @@ def _write(
     fragments = list(engine.fragments())
     turns = plan(fragments, engine.groups.saving, max_bytes)
     written = write(target, turns, fragments, engine.network.join, engine.groups.saving)
-    return written, Counter(stored.name for turn in turns for file in turn for stored, _ in file.tensors)
+    return written.hashes, Counter(stored.name for turn in turns for file in turn for stored, _ in file.tensors)
 
 
 class Elsewhere(torch.Tensor):
@@ -72,13 +74,13 @@ def _write_from_elsewhere(rank: int, world_size: int, case: Case, target: Path) 
     fragments = [replace(one, values=one.values.as_subclass(Elsewhere)) for one in engine.fragments()]
     group = engine.groups.saving
     with patch.object(dist, "isend", from_host):
-        return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group)
+        return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group).hashes
 
 
 def _write_as_it_is(rank: int, world_size: int, case: Case, target: Path) -> dict[str, str]:
     engine = build(case, VOCAB)
     fragments, group = list(engine.fragments()), engine.groups.saving
-    return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group)
+    return write(target, plan(fragments, group, FILES), fragments, engine.network.join, group).hashes
 
 
 def test_tensors_of_a_device_are_written_from_host_memory(pools: WorkerPools, tmp_path: Path) -> None:
@@ -153,6 +155,27 @@ def test_files_are_full_and_read_back(pools: WorkerPools, source: Path, tmp_path
         if following.exists():
             first = next(name for name in tensors.names if tensors._path_of[name] == following)
             assert sum(sizes[name] for name in own) + sizes[first] > FILES
+
+
+def _write_with_no_number(rank: int, world_size: int, case: Case, target: Path, kind: str) -> tuple[str, str]:
+    """With one element of what the last rank gives; what is found, and what a save says of it."""
+    engine = build(case, VOCAB)
+    fragments, group = list(engine.fragments()), engine.groups.saving
+    if rank == world_size - 1:
+        values = next(one.values for one in fragments if one.stored.kind == kind and one.values.numel())
+        values.detach()[-1] = float("nan")
+    with pytest.raises(NotFinite) as caught:
+        save.write_step(target, 7, fragments, engine.network.join, {}, group)
+    return str(caught.value), "".join(str(one) for one in sorted(target.rglob("*")))
+
+
+@pytest.mark.parametrize("kind", ["weights", "optimizer"])
+@pytest.mark.parametrize("case", LAYOUTS[:2], ids=str)
+def test_what_is_not_finite_is_not_kept(pools: WorkerPools, tmp_path: Path, case: Case, kind: str) -> None:
+    found = pools(case.world_size).run(_write_with_no_number, case, tmp_path, kind)
+    assert len(set(found)) == 1  # on all ranks alike
+    assert re.fullmatch(r"not finite: [^ ,]+\. Nothing was saved: .*", found[0][0])
+    assert found[0][1] == str(tmp_path / "checkpoints")  # and is gone before any rank goes on
 
 
 def _fail(rank: int, world_size: int, source: Path, target: Path) -> str:
