@@ -41,7 +41,8 @@ class RunLock:
     def release(self) -> None:
         """Give the lock up and remove its file, and the folders made for it if they are still empty."""
         with suppress(OSError):  # a folder that is gone, or not writable any more
-            self._path.unlink()  # while it is held: a new file is another one's to lock
+            if _is_file(self._descriptor, self._path):  # someone may have removed ours, and another run made its own
+                self._path.unlink()  # while it is held: a new file is another one's to lock
         os.close(self._descriptor)
         self._remove_folders()
 

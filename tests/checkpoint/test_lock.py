@@ -42,6 +42,17 @@ def test_a_folder_removed_meanwhile(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_is_another_runs_by_now_stays(tmp_path: Path) -> None:
+    """Somebody has removed the first one's file."""
+    first = RunLock(tmp_path)
+    (tmp_path / "lock").unlink()
+    second = RunLock(tmp_path)
+    first.release()
+    assert run_forked(lambda: RunLock(tmp_path))[0] == 1
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     def die_with_it() -> None:
         RunLock(tmp_path)
