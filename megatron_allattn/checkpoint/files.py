@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config.checks import check_regular
-from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.errors import UsageError, unreadable, usage_error
 from megatron_allattn.config.json_files import parse_json
 
 _ANOTHER = "name another one or remove it"
@@ -162,7 +162,7 @@ def check_sha256(path: Path, expected: str) -> None:
     try:
         found = sha256_of(path)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        raise unreadable("file", path, error, "check the disk and the permissions") from error
     if found != expected:
         raise UsageError(f"{path}: damaged: expected SHA-256 {expected}, found {found}")
 
@@ -231,7 +231,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             return []
         *lines, _torn = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise usage_error("file", path, f"cannot be read ({error.strerror})", "move it away") from None
+        raise unreadable("file", path, error, "move it away") from None
     for number, line in enumerate(lines, start=1):
         record = parse_json("file", path, line, f"line {number}: {WITHOUT_LINE}")
         if not isinstance(record, dict):

@@ -42,7 +42,7 @@ from megatron_allattn.checkpoint.run_folder import (
     run_around,
     step_name,
 )
-from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.config.json_files import parse_json, read_bytes
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
@@ -338,6 +338,8 @@ def _why_unusable(folder: Path, check_bytes: bool) -> str | None:
             verify(folder)
         else:
             _check_sizes(folder, _read_manifest(folder))
+    except Unreadable:
+        raise
     except (UsageError, FileNotFoundError) as error:
         return str(error).removeprefix("file ").removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
     return None

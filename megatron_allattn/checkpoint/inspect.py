@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
-from megatron_allattn.checkpoint.folder import Damaged, Gone, find_latest, told_if_gone, verify
+from megatron_allattn.checkpoint.folder import MANIFEST, Damaged, Gone, find_latest, told_if_gone, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
-from megatron_allattn.checkpoint.run_folder import FOLDER, run_around
-from megatron_allattn.config.errors import UsageError
+from megatron_allattn.checkpoint.run_folder import FOLDER, MARKER, STEP_NAME, run_around
+from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 
 STATE = "state.json"
@@ -88,7 +88,8 @@ def inspect(path: Path, *, every_byte: bool = False) -> Inspection:
             return _look(newest, skipped, every_byte=every_byte)
         except Gone:  # then there is a newer one
             return inspect(path, every_byte=every_byte)
-    if not path.is_dir() or not any((*path.glob("*.json"), *path.glob("*.safetensors"))):
+    own = (MANIFEST, MARKER, STATE)  # of what is left of a step folder
+    if not path.is_dir() or not (STEP_NAME.fullmatch(path.name) or any((path / name).exists() for name in own)):
         run = run_around(path)
         fix = "name one, e.g. RUN/checkpoints/step_00000100" if run is None else f"name the run folder {run}"
         raise UsageError(f"{path}: neither a run folder nor a step folder; {fix}")
@@ -108,6 +109,8 @@ def _inspect_step(path: Path, skipped: list[str], *, every_byte: bool) -> Inspec
     problems: list[str] = []
     try:
         verify(path, every_byte=every_byte)
+    except Unreadable:
+        raise
     except UsageError as error:
         problems.append(str(error))
     tensors: dict[str, list[TensorInfo]] = {}

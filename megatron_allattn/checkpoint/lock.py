@@ -28,9 +28,10 @@ class RunLock:
 
     def __init__(self, run_folder: Path) -> None:
         self._path = run_folder / NAME
-        self._made = [path for path in (run_folder, *run_folder.parents) if not path.exists()]
+        self._made: list[Path] = []
         self.notes: list[str] = []
         try:
+            self._made = [path for path in (run_folder, *run_folder.parents) if not path.exists()]
             run_folder.mkdir(parents=True, exist_ok=True)
             while not self._lock_file():
                 pass

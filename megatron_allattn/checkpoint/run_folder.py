@@ -36,7 +36,10 @@ def prepare_run_folder(run_folder: Path) -> None:
 
 def unwritable(run_folder: Path, error: OSError) -> UsageError:
     """The refusal of a run folder in which nothing can be made."""
-    return usage_error("--save", run_folder, f"cannot be written ({error.strerror})", "choose another folder")
+    why = f"cannot be written ({error.strerror})"
+    if os.path.islink(run_folder) and not os.path.exists(run_folder):
+        why = f"is a link to {os.readlink(run_folder)}, which is not there"
+    return usage_error("--save", run_folder, why, "choose another folder")
 
 
 def has_saved(run_folder: Path) -> bool:
@@ -58,7 +61,7 @@ def run_around(path: Path) -> Path | None:
 
 def check_outside(what: str, path: Path) -> None:
     """UsageError for a flag's value that is to be made within a run: what lies in a step folder goes with that."""
-    run = run_around(path.absolute()) or run_around(path.resolve())
+    run = run_around(path.absolute()) or run_around(Path(os.path.realpath(path)))  # unlike resolve, never an error
     if run is not None:
         raise usage_error(what, path, f"is a part of the run {run}", "name a folder outside of its checkpoints")
 

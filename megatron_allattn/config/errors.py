@@ -4,7 +4,11 @@ The line says which flag or file, its value, the rule it breaks and the way out.
 `error: …` and exit with 2. Faults of our own are assertions or other exceptions, never a `UsageError`.
 """
 
+import errno
+
 _LONGEST_VALUE = 120
+_NO_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+_DAMAGE = (errno.EIO, errno.ENOENT)
 
 
 class UsageError(ValueError):
@@ -28,6 +32,26 @@ def usage_error(what: str, value: object, rule: str, fix: str) -> UsageError:
         half = _LONGEST_VALUE // 2
         shown = f"{shown[:half]}…{shown[-half:]}"  # a path's last parts tell as much as its first
     return UsageError(f"{what} {shown}: {rule}; {fix}")
+
+
+class Unreadable(UsageError):
+    """A file or folder cannot be looked at: nothing is known of it, so that it is not taken for damaged or missing."""
+
+
+def unreadable(what: str, path: object, error: OSError, fix: str) -> UsageError:
+    """The error of a file that cannot be read: Unreadable, unless it is gone or its disk cannot give it any more."""
+    told = usage_error(what, path, f"cannot be read ({error.strerror})", fix)
+    return told if error.errno in _DAMAGE else Unreadable(str(told))
+
+
+def as_mistake(error: BaseException) -> BaseException:
+    """What the operating system says of a path that this user may not use, or that there cannot be, as a mistake of the
+    user's; any other error as it is."""
+    if isinstance(error, OSError) and error.errno in _NO_PATHS and error.filename is not None:
+        fix = "check that path, or name another"
+        told = usage_error("path", error.filename, error.strerror or "cannot be used", fix)
+        return Unreadable(str(told)).with_traceback(error.__traceback__)
+    return error
 
 
 def flag(field: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config.checks import check_regular
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import unreadable, usage_error
 
 _PIECE = 2**20
 MAX_BYTES = 64 * 2**20
@@ -24,7 +24,7 @@ def read_bytes(what: str, path: Path, fix: str, limit: int = MAX_BYTES) -> bytes
             while len(content) <= limit and (piece := handle.read(_PIECE)):  # to ask for the limit would allocate it
                 content += piece
     except OSError as error:
-        raise usage_error(what, path, f"cannot be read ({error.strerror})", fix) from None
+        raise unreadable(what, path, error, fix) from None
     if len(content) > limit:
         raise usage_error(what, path, f"has more than {limit:,} bytes, the most that is read of it", fix)
     return bytes(content)

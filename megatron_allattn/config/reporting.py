@@ -16,6 +16,8 @@ from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, NoReturn, TextIO, cast
 
+from megatron_allattn.config.errors import UsageError, as_mistake
+
 GRACE_SECONDS = 2.0
 """What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
 
@@ -83,7 +85,8 @@ def without_interrupts() -> Iterator[None]:
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a program and end the process with the exit code of `main`, or of the SystemExit that it raises.
 
-    An interruption that `main` does not treat itself, such as one while it loads torch, is told in one line.
+    What `main` does not treat itself is told in one line where it is an interruption, such as one while it loads torch,
+    or a path that cannot be used.
 
     While it runs, printing raises no OSError. Output that nobody reads any more is no fault; any other failure to print
     is told in one line on stderr at the end and turns exit code 0 into 1, unless `tell_lost_output` has told it before.
@@ -99,6 +102,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         code = interrupted()
+    except OSError as error:
+        if not isinstance(mistake := as_mistake(error), UsageError):
+            raise
+        code = refuse(mistake)
     output.flush()
     if output.failure is not None and not isinstance(output.failure, BrokenPipeError):
         print(f"error: standard output: {output.failure.strerror}", file=sys.stderr)

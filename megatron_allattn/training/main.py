@@ -20,6 +20,7 @@ from megatron_allattn.checkpoint.files import StorageError, storage_errors, writ
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import OUTCOME, check_outside
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
+from megatron_allattn.config.errors import as_mistake
 from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
@@ -79,12 +80,13 @@ def as_rank(
 
 
 def _ending(error: BaseException, watch: Watch) -> Ending:
+    error = as_mistake(error)
     return watch.explain(error, exit_code(error), says_all=_says_all(error))
 
 
 def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:
     """Print what one rank prints for all, if it is this one; returns the exit code."""
-    ending = _ending(error, watch)
+    error, ending = as_mistake(error), _ending(error, watch)
     if ending.speaks:
         with_traceback = kind_of(error) == "error" and not _says_all(error)
         if with_traceback:
@@ -157,6 +159,7 @@ def report_error(error: BaseException, *, first: bool) -> int:
         ends_for_another()
         time.sleep(GRACE_SECONDS)
         return error.exit_code if isinstance(error, PeerFailed) else exit_code(error)
+    error = as_mistake(error)
     if _says_all(error):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:

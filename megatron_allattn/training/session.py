@@ -21,6 +21,7 @@ from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
+from megatron_allattn.config.errors import as_mistake
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.recipes import prepare_arguments
 from megatron_allattn.data.dataset import Dataset, open_dataset
@@ -42,7 +43,7 @@ from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
-from megatron_allattn.training.pace import record_save
+from megatron_allattn.training.pace import PACE, record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
     UNKNOWN_TOKENS,
@@ -197,6 +198,7 @@ class Session:
 
 def exit_code(error: BaseException) -> int:
     """2 for the user's mistakes, 4 for a gradient that is not finite, 1 for anything else."""
+    error = as_mistake(error)
     return 2 if isinstance(error, UsageError) else NotFinite.exit_code if isinstance(error, NotFinite) else 1
 
 
@@ -372,6 +374,9 @@ def _prepare_run_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
     if not run.checkpoint.goes_on and any((run_folder / name).exists() for name in left):
         fix = f"give --load {run_folder} to go on with it, or choose another folder"
         raise usage_error("--save", run_folder, "holds a run already", fix)
+    for name in (LATEST, PACE):  # which the first save replaces
+        if (run_folder / name).is_dir():
+            raise usage_error("--save", run_folder, f"has a folder {name}, where a file is to be", "remove it")
     prepare_run_folder(run_folder)
     write_json_atomic(run_folder / "config.json", run.to_dict())
     if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):

@@ -1,5 +1,6 @@
 """The commit protocol: what is on the disk after it, which folder is the newest, and what verification finds."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.files import sha256_of, write_json_atomic
 from megatron_allattn.checkpoint.folder import Damaged, abort, begin, commit, find_latest, set_aside_after, verify
+from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import check_outside, has_saved, prepare_run_folder, run_around
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
@@ -336,3 +338,62 @@ def test_nothing_is_made_within_a_run(tmp_path: Path, part: str, monkeypatch: py
         check_outside("--save", Path("step_00000009"))
     check_outside("--save", run)
     check_outside("--save", tmp_path / "other")
+
+
+def _as_another_user(function: Callable[[], object]) -> tuple[int, str]:
+    """In a child with no rights to what is root's own."""
+
+    def child() -> object:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        return function()
+
+    return run_forked(child)
+
+
+@pytest.mark.parametrize(
+    "which", ["", "checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000002/state.json"]
+)
+@pytest.mark.parametrize("way_out", [None, "give --load-fallback"])
+def test_a_step_that_may_not_be_read_is_not_taken_for_damaged(tmp_path: Path, which: str, way_out: str | None) -> None:
+    """With --load-fallback an older one would take its place otherwise."""
+    run, locked = tmp_path / "run", tmp_path / "run" / which
+    _save(run, 1)
+    _save(run, 2)
+    for path in (*tmp_path.parents[:3], tmp_path):
+        path.chmod(path.stat().st_mode | 0o755)
+    mode = locked.stat().st_mode
+    locked.chmod(0)
+    try:
+        found = _as_another_user(lambda: find_latest(run, check_bytes=True, way_out=way_out))
+    finally:
+        locked.chmod(mode)
+    assert found[0] == 1 and "Permission denied" in found[1] and "damaged" not in found[1].lower()
+
+
+def test_a_disk_that_cannot_give_a_file_any_more_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    _save(run, 1)
+    _save(run, 2)
+
+    def fail(path: Path) -> str:
+        if path.parent.name == "step_00000002":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return sha256_of(path)
+
+    monkeypatch.setattr("megatron_allattn.checkpoint.files.sha256_of", fail)
+    found, skipped = find_latest(run, check_bytes=True)
+    assert found.name == "step_00000001" and "cannot be read (Input/output error)" in skipped[0]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop", "nothing"])
+def test_paths_that_cannot_be_run_folders(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nothing").symlink_to("gone")
+    with pytest.raises(UsageError) as caught:
+        check_outside("--save", tmp_path / name)
+        RunLock(tmp_path / name)
+    words = {"loop": "is a link to loop, which is not there", "nothing": "is a link to gone, which is not there"}
+    assert words.get(name, "File name too long") in str(caught.value) and "choose another folder" in str(caught.value)

@@ -282,6 +282,14 @@ def test_save_where_no_folder_can_be(place: Place, save: str) -> None:
     assert line.endswith("choose another folder")
 
 
+def test_paths_that_there_cannot_be(place: Place) -> None:
+    name = "x" * 300
+    line = place.refused(*TRAIN, *DATA, "--load", name, "--save", "new", ranks=2)
+    assert line.startswith("path xxx") and line.endswith(
+        "x/checkpoints: File name too long; check that path, or name another"
+    )
+
+
 @pytest.mark.parametrize(
     ("load", "line"),
     [
@@ -329,6 +337,15 @@ def test_checkpoints_that_have_lost_their_markers_are_not_taken_for_a_run_that_n
     line = place.refused_at_its_start(*TRAIN, *RESUME)
     assert line.startswith("old: no complete checkpoint in old/checkpoints (passed over: ")
     assert line.count("expected a file COMPLETE, found none") == 2
+
+
+@pytest.mark.parametrize("name", ["latest", "pace.json"])
+def test_a_folder_where_a_save_leaves_a_file(place: Place, name: str) -> None:
+    path = place.folder / "old" / name
+    path.unlink()
+    path.mkdir()
+    line = place.refused_at_its_start(*TRAIN, *RESUME)
+    assert line == f"--save old: has a folder {name}, where a file is to be; remove it"
 
 
 @pytest.mark.parametrize("lost", [f"{STEP_FOLDER}/COMPLETE", "old/checkpoints"])

@@ -155,3 +155,14 @@ def test_what_an_encoding_lacks_is_escaped() -> None:
     print("64 × 32", file=cast(TextIO, output), flush=True)
     assert content.getvalue() == b"64 \\xd7 32\n"
     assert output.encoding == "ascii"
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 2), (errno.ENAMETOOLONG, 2), (errno.EIO, 1)])
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path: Path, number: int, code: int) -> None:
+    def main() -> int:
+        raise OSError(number, os.strerror(number), "/x/run")
+
+    found, errors = ended(main, broken_pipe, tmp_path / "errors")
+    assert found == code
+    if code == 2:
+        assert errors == f"error: path /x/run: {os.strerror(number)}; check that path, or name another\n"
