@@ -138,6 +138,9 @@ def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> To
 def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
     """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
     run, progress, step = saved.run, saved.progress, saved.state["step"]
+    if step and not saved.optimizer.names:
+        rule = "has no optimizer state, without which the paper's code loads no file"
+        raise usage_error("--load", saved.step_folder, rule, "convert to safetensors")
     dropped_at = (progress.plateau or {}).get("dropped_at")
     source = saved.state.get("source") or {}
     content = adaptive_span.write(
@@ -145,7 +148,7 @@ def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
         step - progress.skipped,
         learning_rate(run.optimizer, run.training.train_iters, step, dropped_at),
         saved.weights.read,
-        saved.optimizer.read,
+        saved.optimizer.read if saved.optimizer.names else None,
         source if source.get("format") == adaptive_span.FORMAT else None,
     )
     write_pickled(output, content)

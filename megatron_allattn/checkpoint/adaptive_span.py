@@ -206,13 +206,13 @@ def write(
     step: int,
     lr: float,
     weight: Callable[[str], Tensor],
-    state: Callable[[str], Tensor],
+    state: Callable[[str], Tensor] | None,
     source: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The content of such a file. Raises UsageError: that code has no such model or optimizer.
 
-    lr: the rate of the last update; weight, state: a full tensor by its name in our checkpoints; source: what `read`
-    gave, when this checkpoint was converted and not trained since.
+    lr: the rate of the last update; weight, state: a full tensor by its name in our checkpoints, no state where there
+    is none yet; source: what `read` gave, when this checkpoint was converted and not trained since.
     """
     kept = STATES[run.optimizer.optimizer]
     if run.optimizer.weight_decay:
@@ -222,10 +222,11 @@ def write(
         source = {"keys": None, "scheduler": run.optimizer.lr_warmup_iters > 0, "logger": {}}
         source |= {"iter_no": max(step // _ITERATION - 1, 0), "group": _new_group(run.optimizer, lr)}
     model, names = write_model(run.model, weight, source["keys"])
-    states = {
-        number: {"step": torch.tensor(float(step)), **{which: state(f"{name}/{which}") for which in kept}}
-        for number, name in enumerate(names)
-    }
+
+    def kept_of(name: str) -> dict[str, Tensor]:
+        return {which: state(f"{name}/{which}") if state else torch.zeros_like(weight(name)) for which in kept}
+
+    states = {number: {"step": torch.tensor(float(step)), **kept_of(name)} for number, name in enumerate(names)}
     group = {name: tuple(value) if name == "betas" else value for name, value in source["group"].items()}
     content = {"iter_no": source["iter_no"], "model": model, "logger": source["logger"]}
     content["optimizer"] = {"state": states, "param_groups": [{**group, "params": list(range(len(names)))}]}

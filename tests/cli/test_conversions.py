@@ -75,6 +75,28 @@ def test_every_target_has_the_same_weights_and_losses(
         assert name == "adaptive-span" or before.progress == after.progress
 
 
+def test_weights_alone_become_a_file_of_the_papers_code_that_has_trained_nothing(
+    trained: Path, tmp_path: Path, tool: Tool
+) -> None:
+    """That code loads no file without an optimizer: it gets one as it is before the first update."""
+    steps = [("--to", "safetensors", "--load", trained, "--output", tmp_path / "weights")]
+    steps += [("--from", "safetensors", tmp_path / "weights", "--output", tmp_path / "run")]
+    steps += [("--to", "adaptive-span", "--load", tmp_path / "run", "--output", tmp_path / "a.pt")]
+    for step in steps:
+        code, _, errors = tool(*step)
+        assert code == 0, errors
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    states = content["optimizer"]["state"].values()
+    assert states and all(int(value.count_nonzero()) == 0 for state in states for value in state.values())
+    code, _, errors = tool(
+        *("--from", "adaptive-span", tmp_path / "a.pt", "--output", tmp_path / "back", "--span-ramp", "32")
+    )
+    assert code == 0, errors
+    before, after = read_run(trained), read_run(tmp_path / "back")
+    ids = torch.arange(40)[None] % before.state["vocab_size"]
+    torch.testing.assert_close(log_probabilities(after, ids), log_probabilities(before, ids), rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
