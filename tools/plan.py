@@ -137,6 +137,7 @@ def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit
 
 def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any) -> None:
     """The files of --write."""
+    from megatron_allattn.cluster.jobs.arguments import submitted  # noqa: PLC0415
     from megatron_allattn.cluster.jobs.script import JobOptions, write_job  # noqa: PLC0415  (with torch)
     from megatron_allattn.cluster.planning import files  # noqa: PLC0415
 
@@ -145,8 +146,12 @@ def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = [files.write_deepspeed(chosen, task.world_size, folder)]
-        job = JobOptions(nodes=options.nodes, gpus_per_node=options.gpus_per_node)
-        written.append(write_job(folder, arguments, job))
+        if task.run.checkpoint.save is None:
+            print("no job.sbatch: a job that lives again needs a run folder; add --save DIR")
+        else:
+            submitted(arguments)  # what a job could not live again with, it need not queue to find out
+            job = JobOptions(nodes=options.nodes, gpus_per_node=options.gpus_per_node)
+            written.append(write_job(folder, arguments, job))
         written.append(files.write_command(arguments, options.nodes, options.gpus_per_node, folder, ROOT))
     except OSError as error:
         raise usage_error("--write", folder, f"cannot be written ({error.strerror})", "name another folder") from None
