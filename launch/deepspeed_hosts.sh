@@ -8,8 +8,8 @@
 # and working folder under the same paths. MASTER_ADDR: the first host's address, if what it says of itself (hostname -I)
 # is not the right one; MASTER_PORT: 29500. DEEPSPEED_FLAGS are the launcher's own, for example "--include node1".
 #
-# Environment: pdsh passes on nothing. What env.sh sets and DS_ACCELERATOR are sent from here, and every line NAME=VALUE of
-# ~/.deepspeed_env and ./.deepspeed_env (NCCL_SOCKET_IFNAME=eth0, …; comments and empty lines may be in it).
+# Environment: pdsh passes on nothing. What env.sh sets or offers is sent from here (OMP_*, NCCL_*, GLOO_*, …: hosts.sh),
+# and every line NAME=VALUE of ~/.deepspeed_env and ./.deepspeed_env (comments and empty lines may be in it).
 #
 # HOSTFILE=slurm means the nodes of this allocation, with SLURM's number of GPUs (else tasks) a node or GPUS_PER_NODE.
 #
@@ -57,8 +57,8 @@ rm "$variables"
 for file in "$HOME/${DS_ENV_FILE:-.deepspeed_env}" "./${DS_ENV_FILE:-.deepspeed_env}"; do
     if [ -f "$file" ]; then grep -Ev '^[[:space:]]*(#|$)' "$file" >&9 || true; fi
 done
-for name in OMP_NUM_THREADS PYTORCH_ALLOC_CONF MALLOC_MMAP_MAX_ MALLOC_TRIM_THRESHOLD_ DS_ACCELERATOR; do
-    if [ -n "${!name:-}" ]; then printf '%s=%s\n' "$name" "${!name}" >&9; fi
+for name in $(passed_on); do
+    if [[ -n ${!name} && ${!name} != *$'\n'* ]]; then printf '%s=%s\n' "$name" "${!name}" >&9; fi
 done
 
 read -ra flags <<<"${DEEPSPEED_FLAGS:-}"

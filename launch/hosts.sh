@@ -16,6 +16,11 @@ hosts_for() {
     hosts=/dev/fd/8
 }
 
+# Names of variables that ranks on other hosts need: what env.sh sets or offers.
+passed_on() {
+    compgen -e | grep -E '^(OMP_|PYTORCH_|MALLOC_|NCCL_|GLOO_|FI_|TORCH_|TRITON_|MPI4PY_|DS_ACCELERATOR$)' || true
+}
+
 # Whether something listens at this port of this host.
 port_in_use() {
     (exec 7<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null

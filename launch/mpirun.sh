@@ -23,9 +23,7 @@ if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     # Of two MPIs mpi4py loads the one of PyPI, if that is there.
     export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-libmpi.so.40}"
     # To other hosts it passes on nothing but what it is told to; MPICH's passes on everything.
-    for name in $(compgen -e | grep -E '^(OMP_|PYTORCH_|MALLOC_|NCCL_|GLOO_|MPI4PY_|DS_ACCELERATOR$|PYTHONPATH$)'); do
-        flags+=(-x "$name")
-    done
+    for name in $(passed_on) ${PYTHONPATH:+PYTHONPATH}; do flags+=(-x "$name"); done
 fi
 if [ -n "${HOSTFILE:-}" ]; then
     NPROC=${NPROC:-$(python "$root/launch/hostfile.py" count "$HOSTFILE" ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"})}

@@ -117,6 +117,15 @@ def check(job: Submitted, options: JobOptions, gpu: str | None) -> Iterator[str]
     return lines(report, run, vocabulary, options.gpus_per_node)
 
 
+def another_python() -> str | None:
+    """What to say where a job would not run in this Python's environment."""
+    found = os.environ.get("PYTHON") or shutil.which("python")
+    if found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve():
+        return None
+    fix = f"activate this one's environment first, or export PYTHON={sys.executable}"
+    return f"the job would run {found or 'python, which is not there'}, not {sys.executable}: {fix}"
+
+
 def _sbatch(*words: str) -> int:
     """Run sbatch, which says itself what is wrong; 0 or 1."""
     return int(subprocess.run(["sbatch", *words], check=False).returncode != 0)
@@ -134,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             device_named(given.gpu)
         job = submitted(others)
         options, notes = options_of(given, job)
+        if (other := another_python()) is not None:
+            if given.submit:
+                raise UsageError(f"--submit: {other}")
+            notes.append(other)
         found = [*check(job, options, given.gpu), *notes]
         print(job_text(job.arguments, options))
         for line in found:

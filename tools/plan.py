@@ -3,7 +3,7 @@
 
     python tools/plan.py --recipe allattn-1.3b --nodes 8 --gpus-per-node 8 --gpu h100-80
     python tools/plan.py --recipe enwik8-large --nodes 1 --gpus-per-node 8 --gpu a100-40 --bf16 --span-profile late
-    python tools/plan.py … --write DIR          # of the best layout: deepspeed.json, job.sbatch, command.sh
+    python tools/plan.py … --write DIR          # of the best layout: deepspeed.json, command.sh, job.sbatch (with --save)
     python tools/plan.py … --plot growth.svg    # its memory and time while spans grow
 
 Flags of the plan are those below; all others are pretrain.py's. They override the recipe, and what they fix of the
@@ -137,6 +137,7 @@ def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit
 
 def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any) -> None:
     """The files of --write."""
+    from megatron_allattn.cluster.jobs.arguments import submitted  # noqa: PLC0415
     from megatron_allattn.cluster.jobs.script import JobOptions, write_job  # noqa: PLC0415  (with torch)
     from megatron_allattn.cluster.planning import files  # noqa: PLC0415
 
@@ -145,8 +146,12 @@ def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = [files.write_deepspeed(chosen, task.world_size, folder)]
-        job = JobOptions(nodes=options.nodes, gpus_per_node=options.gpus_per_node)
-        written.append(write_job(folder, arguments, job))
+        if task.run.checkpoint.save is None:
+            print("no job.sbatch: a job that lives again needs a run folder; add --save DIR")
+        else:
+            submitted(arguments)  # what a job could not live again with, it need not queue to find out
+            job = JobOptions(nodes=options.nodes, gpus_per_node=options.gpus_per_node)
+            written.append(write_job(folder, arguments, job))
         written.append(files.write_command(arguments, options.nodes, options.gpus_per_node, folder, ROOT))
     except OSError as error:
         raise usage_error("--write", folder, f"cannot be written ({error.strerror})", "name another folder") from None

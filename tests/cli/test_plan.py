@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.config.cli import parse
+from tests.support.commands import environment
 from tests.support.template import ROOT
 from tests.support.tools import Tool, in_process
 
@@ -21,7 +22,8 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Tool:
 
 def test_table_json_and_files(plan: Tool, tmp_path: Path) -> None:
     file, folder = tmp_path / "plan.json", tmp_path / "files"
-    code, out, err = plan(*SMALL, "--gpu", "a100-40", "--bf16", "--json", file, "--write", folder)
+    run_folder = ("--save", tmp_path / "run")
+    code, out, err = plan(*SMALL, *run_folder, "--gpu", "a100-40", "--bf16", "--json", file, "--write", folder)
     assert (code, err) == (0, "")
     assert "TP×PP×DP" in out and "demo on 1 × 2 a100-40" in out
     found = json.loads(file.read_text())
@@ -43,6 +45,16 @@ def test_table_json_and_files(plan: Tool, tmp_path: Path) -> None:
     assert "--gpus-per-node=2" in script.read_text()
     for name in ("command.sh", "job.sbatch"):
         subprocess.run(["bash", "-n", folder / name], check=True)
+
+
+def test_the_command_of_several_nodes_needs_their_hosts(plan: Tool, tmp_path: Path) -> None:
+    """Where there is no hostfile the deepspeed launcher alone would train on one host."""
+    size = ("--recipe", "demo", "--nodes", 2, "--gpus-per-node", 1, "--micro-batch-size", 4)
+    code, out, err = plan(*size, "--gpu", "a100-40", "--write", tmp_path)
+    assert (code, err) == (0, "") and "no job.sbatch: a job that lives again needs a run folder; add --save DIR" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["command.sh", "deepspeed.json"]
+    done = subprocess.run([tmp_path / "command.sh"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "error: HOSTFILE hostfile: no such file" in done.stderr
 
 
 def test_the_plot(plan: Tool, tmp_path: Path) -> None:

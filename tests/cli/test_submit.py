@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     path.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{path}:/nowhere")
+    monkeypatch.setenv("PYTHON", sys.executable)
 
     def call(*words: str, code: int = 0, sbatch: str | None = None) -> tuple[str, str]:
         if sbatch is not None:
@@ -62,6 +64,14 @@ def test_it_submits_the_script_that_it_leaves_in_the_run_folder(submit: Submit, 
     assert output.endswith("Submitted batch job run/jobs/job.sbatch\n") and errors == ""
     script = (tmp_path / "run/jobs/job.sbatch").read_text()
     assert script in output and script.startswith("#!/usr/bin/env bash\n")
+
+
+def test_the_jobs_python_is_the_one_that_has_checked_it(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHON", "/elsewhere/bin/python")
+    told = f"the job would run /elsewhere/bin/python, not {sys.executable}: activate this one's environment first"
+    assert told in submit(*SIZE, *RUN)[0]
+    _, errors = submit(*SIZE, *RUN, "--submit", sbatch="#!/bin/sh\nexit 0\n", code=2)
+    assert errors.startswith(f"error: --submit: {told}")
 
 
 def test_a_refusal_of_sbatch_is_its_exit_code(submit: Submit, tmp_path: Path) -> None:

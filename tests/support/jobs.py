@@ -48,9 +48,8 @@ class Scene:
         """With the script that submit.py would write."""
         path = write_job(self.folder, flags, options)
         variables = {"HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python}
-        return Submission(
-            self, self.cluster.run("sbatch", "--parsable", str(path), folder=self.folder, variables=variables)
-        )
+        job = self.cluster.run("sbatch", "--parsable", str(path), folder=self.folder, variables=variables)
+        return Submission(self, job, self.folder / "run")
 
     def submit_checked(self, *words: str) -> "Submission":
         """With `launch/submit.py WORDS --submit`."""

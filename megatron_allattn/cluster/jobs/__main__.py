@@ -8,7 +8,8 @@
         after training
 
 Each may say instead what becomes of the job: `requeue`, `requeue NODES` (that it leaves out from then on), `stop CODE`
-or `leave`. They read what `scontrol show job` says of it from their standard input. Exit code 0: the line is printed.
+or `leave`. They read what `scontrol show job` says of it from their standard input. Exit code 0, or 2 for a mistake
+(`stop 2`): the line is printed.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.lock import RunLock
-from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
+from megatron_allattn.checkpoint.run_folder import OUTCOME, has_saved, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table
@@ -68,7 +69,7 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     if (why := given_up(lives, _limits(given), stop_asked=history.stop_asked)) is not None:
         history.end(number, "ended", why.reason)
         return _answer(why)
-    if job.starts_from_another and lives and not history.newest_step():
+    if job.starts_from_another and lives and not has_saved(job.run_folder):
         _set_aside(job.run_folder, life)
     (job.run_folder / OUTCOME).unlink(missing_ok=True)  # so that one that is there afterwards is of this life
     (life / HEALTH).mkdir(exist_ok=True)
@@ -89,6 +90,9 @@ def nodes(given: argparse.Namespace, words: Sequence[str]) -> int:
     seen = Job.parse(sys.stdin.read())
     history, number = _history(given.life)
     lives = history.lives(given.job)
+    if not seen.running:  # and the checks have been ended with it
+        history.end(number, "ended", "cancelled, requeued or at its time limit before its nodes were checked")
+        return _answer(_next(history, given, seen))
     judgement = health.judge_nodes(given.life / HEALTH, expand_nodes(given.nodes, "--nodes"))
     choice = health.choose_nodes(judgement, given.needed, lives)
     if choice.told or choice.stop:
@@ -206,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[words[0]](_parser(words[0]).parse_args(words[1:cut]), words[cut + 1 :])
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        print("stop 2")
         return 2
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -62,8 +62,8 @@ def how_it_ended(run_folder: Path, life: Path, asked: str, job: Job) -> tuple[Ho
         return "guard", said
     if kind == "stopped":
         return "stopped", f"stopped by {said} and saved at step {step}"
-    if end is not None and end.code == MISTAKE and step is None:
-        return "mistake", said or f"exit code {MISTAKE}"
+    if end is not None and end.code == MISTAKE and step is None and said:  # else it is what runs Python that has failed
+        return "mistake", said
     if job.out_of_time:
         return "failed", "the time limit came before a save had ended: let the signal come earlier (--signal=B:USR1@…)"
     if not job.running:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_allattn.cluster.jobs.lives import Life
 from megatron_allattn.cluster.nodes.compare import Judgement, judge, read_reports
-from megatron_allattn.cluster.nodes.names import shown
+from megatron_allattn.cluster.nodes.names import find_node, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Choice:
 
 
 def judge_nodes(reports: Path, nodes: Sequence[str]) -> Judgement:
-    """What the reports in a folder come to, of these nodes. Raises UsageError: a file there is no report."""
-    return judge(read_reports(reports), nodes)
+    """What the reports of these nodes in a folder come to. Raises UsageError: a file there is no report."""
+    return judge([report for report in read_reports(reports) if find_node(report.node, nodes)], nodes)
 
 
 def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life]) -> Choice:
@@ -43,6 +43,8 @@ def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life]) -> Ch
     if len(good) >= needed:
         return Choice(train=good[:needed], told=told)
     before = {node for life in lives for node in life.excluded}
+    if again := sorted(before & set(bad)):
+        return Choice(stop=f"{shown(again)} should have been left out, and SLURM gives it again: {told}", told=told)
     most = max(2, needed // 2)
     if len(before | set(bad)) > most:
         reason = (

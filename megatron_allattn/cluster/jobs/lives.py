@@ -13,7 +13,8 @@ with the node on which its batch script ran, or killed. `next_action` is the who
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,17 +46,24 @@ class Life:
     excluded: tuple[str, ...] = ()
 
     @property
+    def idle(self) -> bool:
+        """Whether it left no new checkpoint: all that it has done will be done again."""
+        return self.last_step <= self.first_step
+
+    @property
     def wasted(self) -> bool:
-        """Whether it failed and left no checkpoint: all that it has done will be done again."""
-        return self.how in ("failed", "lost") and self.last_step <= self.first_step
+        """Whether it failed, too."""
+        return self.how in ("failed", "lost") and self.idle
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a job is given up: so many lives in all, and so many in a row that fail without a new checkpoint."""
+    """When a job is given up: so many lives in all, so many in a row that fail without a new checkpoint, and so many in
+    a row without one however they end."""
 
     lives: int = 100
     wasted: int = 3
+    idle: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,8 @@ class History:
         number = 1 + sum(record.get("kind") == "begin" for record in self._records())
         folder = self.folder / f"life-{number:04d}"
         folder.mkdir(parents=True, exist_ok=True)
+        for report in folder.glob("health/*.json"):  # of a history that was moved away
+            report.unlink()
         record: dict[str, Any] = {"kind": "begin", "life": number, "job": job, "restart": restart}
         append_json_line(self._path, record | {"step": self.newest_step()})
         return number, folder
@@ -207,14 +217,14 @@ def given_up(lives: Sequence[Life], limits: Limits, *, stop_asked: bool = False)
     if not lives:
         return None
     last = lives[-1]
-    in_a_row = 0
-    while in_a_row < len(lives) and lives[-1 - in_a_row].wasted:
-        in_a_row += 1
-    if in_a_row >= limits.wasted:
-        where = f"step {last.last_step}" if last.last_step else "the beginning"
-        reason = f"{in_a_row} lives in a row have failed without a checkpoint after {where}; the last: {last.reason}"
-        return Next(action="stop", reason=reason, exit_code=1)
-    if len(lives) >= limits.lives:
-        reason = f"{len(lives)} lives are the most that a job gets (MAX_LIVES); the last: {last.reason}"
-        return Next(action="stop", reason=reason, exit_code=1)
-    return None
+    wasted, idle = (len(list(takewhile(attrgetter(name), reversed(lives)))) for name in ("wasted", "idle"))
+    where = f"step {last.last_step}" if last.last_step else "the beginning"
+    if wasted >= limits.wasted:
+        reason = f"{wasted} lives in a row have failed without a checkpoint after {where}"
+    elif idle >= limits.idle:
+        reason = f"{idle} lives in a row have ended without a checkpoint after {where}: give each more time (--time)"
+    elif len(lives) >= limits.lives:
+        reason = f"{len(lives)} lives are the most that a job gets (MAX_LIVES)"
+    else:
+        return None
+    return Next(action="stop", reason=f"{reason}; the last: {last.reason}", exit_code=1)

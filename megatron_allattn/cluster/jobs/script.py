@@ -56,6 +56,8 @@ class JobOptions:
             if value is not None and (not _WORD.fullmatch(value) or value.startswith("-")):
                 rule = "must be one word of letters, digits and _.,:=+@%/&|*[]-"
                 raise usage_error(flag(name), value, rule, "correct it")
+        if set(self.job_name) & set("/%"):
+            raise usage_error("--job-name", self.job_name, "is part of the output file's name", "leave / and % out")
         if self.signal_seconds >= (limit := seconds(self.time)):
             rule = f"is {limit} s, and the job would be told to stop {self.signal_seconds} s before its end"
             raise usage_error("--time", self.time, rule, "give it more time")
@@ -111,9 +113,7 @@ def job_text(arguments: Sequence[str], options: JobOptions) -> str:
         elif line == 'arguments=("$@")':
             line = f'arguments=({" ".join(map(shlex.quote, arguments))} "$@")'
         elif line.startswith("root="):
-            line = f"root={shlex.quote(str(ROOT))}"
-            if options.spare_nodes:
-                line += f"\nSPARE_NODES={options.spare_nodes}"
+            line = f"root={shlex.quote(str(ROOT))}\nSPARE_NODES={options.spare_nodes}"
         elif not line and lines[-1].startswith("#SBATCH"):  # after the options that the template has
             lines += [f"#SBATCH --{name}={value}" for name, value in left.items()]
             left = {}

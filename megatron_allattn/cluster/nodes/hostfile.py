@@ -98,7 +98,11 @@ def _slots(environ: Mapping[str, str], nodes: int) -> list[int]:
             raise usage_error("SLURM_GPUS_PER_NODE", gpus, "not a number of GPUs", "set GPUS_PER_NODE")
         return [sum(int(match[1][:9]) for match in matches if match)] * nodes
     if tasks := environ.get("SLURM_TASKS_PER_NODE"):
-        return expand_counts(tasks, "SLURM_TASKS_PER_NODE")
+        counts, here = expand_counts(tasks, "SLURM_TASKS_PER_NODE"), environ.get("SLURM_GPUS_ON_NODE", "")
+        if here.isdecimal() and set(counts) != {int(here)}:  # asked for by --gres: nothing says what other nodes have
+            rule = f"a node has {here} GPUs (SLURM_GPUS_ON_NODE): which is meant?"
+            raise usage_error("SLURM_TASKS_PER_NODE", tasks, rule, "set GPUS_PER_NODE to the ranks of a node")
+        return counts
     raise UsageError(
         "HOSTFILE=slurm: neither SLURM_GPUS_PER_NODE nor SLURM_TASKS_PER_NODE is set; set GPUS_PER_NODE to the ranks "
         "of a node"
@@ -117,7 +121,9 @@ def torchrun_place(hosts: Sequence[Host], own_name: str) -> tuple[int, int, int,
         if same_node(host.name, own_name):
             return len(hosts), place, host.slots, hosts[0].name
     names = ", ".join(host.name for host in hosts[:8])
-    raise usage_error("HOSTFILE", names, f"this host, {own_name}, is not in it", "name it there, or set NODE_RANK")
+    raise usage_error(
+        "HOSTFILE", names, f"this host, {own_name}, is not in it", "name it there, or set NODE_NAME to its name there"
+    )
 
 
 FORMS = ("deepspeed", "openmpi", "mpich", "torchrun", "count")

@@ -37,13 +37,16 @@ def write_deepspeed(candidate: Candidate, world_size: int, folder: Path) -> Path
 
 
 def write_command(arguments: Sequence[str], nodes: int, gpus_per_node: int, folder: Path, root: Path) -> Path:
-    """A shell script that starts every rank by the deepspeed launcher, from a hostfile or on one node."""
-    launcher = ["deepspeed", "--num_gpus", str(gpus_per_node)]
-    about = "on this node"
+    """A shell script that starts every rank by the deepspeed launcher, on one node or on the hosts of HOSTFILE, which
+    launch/deepspeed_hosts.sh reads: the launcher itself would train on one host where there is no such file."""
+    words = ["deepspeed", "--num_gpus", str(gpus_per_node), str(root / "pretrain.py")]
+    about, hosts = "on this node", ""
     if nodes > 1:
-        launcher, about = ["deepspeed", "--hostfile", "hostfile"], f"on the {nodes} nodes of ./hostfile"
-    line = shlex.join([*launcher, str(root / "pretrain.py"), *arguments])
+        words = [str(root / "launch" / "deepspeed_hosts.sh")]
+        about = f"on the {nodes} nodes of HOSTFILE (a line HOST slots={gpus_per_node} for each; default ./hostfile)"
+        hosts = 'export HOSTFILE="${HOSTFILE:-hostfile}"\n'
+    line = shlex.join([*words, *arguments])
     path = folder / COMMAND
-    path.write_text(f"#!/bin/sh\n# {gpus_per_node} ranks on each node, {about}\nset -eu\nexec {line}\n")
+    path.write_text(f"#!/bin/sh\n# {gpus_per_node} ranks on each node, {about}\nset -eu\n{hosts}exec {line}\n")
     path.chmod(0o755)
     return path

@@ -69,20 +69,14 @@ class Choice:
         return given
 
 
-def legal_layouts(
-    run: RunConfig, nodes: int, gpus_per_node: int, explicit: frozenset[str] = frozenset()
-) -> list[RunConfig]:
-    """Every legal layout of a run over nodes × gpus_per_node processes; those within a node first.
-
-    explicit: flags that the user gave ("--zero-stage"), whose values stay.
-    """
-    return list(choices(run, nodes, gpus_per_node, explicit).values())
-
-
 def choices(
     run: RunConfig, nodes: int, gpus_per_node: int, explicit: frozenset[str] = frozenset()
 ) -> dict[Choice, RunConfig]:
-    """The same by what was chosen. A tensor group within a node comes before one that crosses nodes."""
+    """Every legal layout of a run over nodes × gpus_per_node processes, by what was chosen for it. Those with tensor
+    groups within a node come first.
+
+    explicit: flags that the user gave ("--zero-stage"), whose values stay.
+    """
     world_size = nodes * gpus_per_node
     found = {one: _laid(one, run, world_size, explicit) for one in _all(run, world_size, explicit)}
     legal = {one: laid for one, laid in found.items() if laid is not None}

@@ -36,21 +36,27 @@ class Memory:
     unknown: str = ""
 
 
-def find_memory(run: RunConfig, vocab_size: int, layout: Layout, parts: Sequence[Part], gpu: str | None) -> Memory:
+def find_memory(
+    run: RunConfig, vocab_size: int, layout: Layout, parts: Sequence[Part], gpu: str | None, processes: int
+) -> Memory:
     """Predict it for every stage and replica; shards need the same, since their heads look back equally far.
+
+    processes: on a node, which share its memory where there is no GPU.
 
     Raises UsageError for a GPU that is not known, or one whose memory nothing can be held against.
     """
     try:
-        return _find(run, vocab_size, layout, parts, gpu)
+        return _find(run, vocab_size, layout, parts, gpu, processes)
     except UsageError as error:
         if gpu is not None:
             raise
         return Memory((), None, str(error))
 
 
-def _find(run: RunConfig, vocab_size: int, layout: Layout, parts: Sequence[Part], gpu: str | None) -> Memory:
-    device, longest = device_named(gpu or USUAL), run.model.max_attention_span
+def _find(
+    run: RunConfig, vocab_size: int, layout: Layout, parts: Sequence[Part], gpu: str | None, processes: int
+) -> Memory:
+    device, longest = device_named(gpu or USUAL).of_node(processes), run.model.max_attention_span
     farthest = [[longest] * run.model.num_context_heads for _ in range(run.model.num_layers)]
 
     def needs(rank: int, reach: Sequence[Sequence[int]]) -> RankMemory:

@@ -69,7 +69,7 @@ def rehearse(
     layout = Layout.from_world(world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     reach = first_reach(model)
     parts = stage_parts(parallel, model, vocab_size, reach, run.training.seq_length)
-    memory = find_memory(run, vocab_size, layout, parts, gpu)
+    memory = find_memory(run, vocab_size, layout, parts, gpu, gpus_per_node or world_size)
     check_memory(memory, layout)
     span = model.max_attention_span
     cached = [cache_length(window_of_reach(max(layer), span), span) for layer in reach]

@@ -136,7 +136,7 @@ class _Replay:
 def _given(call: Call) -> tuple[object, ...]:
     """What those that meet must have in common."""
     operation = "message" if call.towards else call.operation
-    return operation, call.num_bytes, call.shape, call.dtype, call.micro_batch, call.direction, call.module
+    return operation, call.group, call.num_bytes, call.shape, call.dtype, call.micro_batch, call.direction, call.module
 
 
 def _shown(ranks: Sequence[int], word: str = "") -> str:

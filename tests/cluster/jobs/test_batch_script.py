@@ -22,7 +22,7 @@ import json, os, pathlib, signal, subprocess, sys, time
 here = pathlib.Path({folder!r})
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 plan = json.loads((here / "plan.json").read_text())
-variables = [os.environ.get("SRUN_CPUS_PER_TASK"), os.environ.get("OMP_NUM_THREADS")]
+variables = [os.environ.get(one) for one in ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS", "SLURM_EXPORT_ENV")]
 with (here / "calls.jsonl").open("a") as calls:
     calls.write(json.dumps([name, words, *variables]) + "\\n")
 
@@ -38,7 +38,9 @@ elif name == "scontrol":
     tries = len(failed.read_text()) if failed.exists() else 0
     if tries < plan.get("controller_away", 0):
         failed.write_text("x" * (tries + 1))
-        sys.exit(1)
+        sys.exit("slurm_suspend error: Unable to contact slurm controller (connect failure)")
+    if words[0] in plan.get("refused", []):
+        sys.exit("Requested operation is presently disabled for job 41")
 elif name == "apptainer":
     sys.exit(subprocess.run(words[words.index("/shared/allattn.sif") + 1:]).returncode)
 elif any(word.endswith("megatron_allattn.cluster.jobs") for word in words):
@@ -148,19 +150,21 @@ def test_the_ranks_and_their_check_before(stage: Stage) -> None:
     life = stage.folder / "run/jobs/life-0001"
     check, training = stage.calls("srun")
     assert training == [
-        *("--nodes=2", "--nodelist=n1,n2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--wait=60"),
+        *("--nodes=2", "--nodelist=n1,n2", "--ntasks=8", "--ntasks-per-node=4", "--distribution=block"),
+        *("--kill-on-bad-exit=1", "--wait=60"),
         f"--output={life}/rank-%3t.log",
         *(sys.executable, f"{ROOT}/pretrain.py", "--save", str(stage.folder / "run"), "--num-layers", "2"),
         *("--load", str(stage.folder / "run")),
     ]
-    assert check[:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
-    assert check[5:] == [
+    # which must not keep training from the nodes where it cannot be killed
+    assert check[:5] == ["--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    assert check[6:] == [
         *(sys.executable, f"{ROOT}/tools/preflight.py", "--local", "--gpus-per-node", "4"),
-        *("--json", f"{life}/health", "--shared", f"{life}/health", "--probe-seconds", "200"),
+        *("--json", f"{life}/health", "--shared", f"{life}/health", "--probe-seconds", "75"),
         *("--need", f"{ROOT}/pretrain.py"),
     ]
     lines = (stage.folder / "calls.jsonl").read_text().splitlines()
-    assert {tuple(json.loads(line)[2:]) for line in lines} == {("6", "1")}
+    assert {tuple(json.loads(line)[2:]) for line in lines} == {("6", "1", "ALL")}
     assert stage.orders == []
 
 
@@ -201,12 +205,14 @@ def test_spare_nodes_without_a_check(stage: Stage) -> None:
 def test_a_bad_node_is_left_out_by_a_requeue(stage: Stage) -> None:
     told = stage.run(bad=["n2"], excluded="n[7-9]")
     assert "requeued: n2: devices: found 7 GPUs, asked 8; mend; without n[7-9],n2\n" in told
-    assert stage.orders == [
-        ["requeuehold", "41"],
-        ["update", "JobId=41", "ExcNodeList=n[7-9],n2"],
-        ["release", "41"],
-    ]
+    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n[7-9],n2"]]
     assert len(stage.calls("srun")) == 1
+
+
+def test_a_node_that_slurm_does_not_leave_out_is_no_reason_to_wait(stage: Stage) -> None:
+    told = stage.run(bad=["n2"], refused=["update"])
+    assert stage.orders == [["requeue", "41"]] + [["update", "JobId=41", "ExcNodeList=n2"]] * 5
+    assert "presently disabled" in told
 
 
 def test_a_fault_of_all_nodes_stops_it(stage: Stage) -> None:
@@ -226,8 +232,10 @@ def test_a_signal_reaches_the_ranks_as_usr1(stage: Stage, number: int) -> None:
     assert stage.orders == [["requeue", "41"]]
 
 
-def test_a_signal_during_the_check_begins_no_training(stage: Stage) -> None:
-    process = stage.start(health_seconds=3)
+@pytest.mark.parametrize("bad", [[], ["n1", "n2"]])
+def test_a_signal_during_the_check_begins_no_training(stage: Stage, bad: list[str]) -> None:
+    """Which may have ended the checks of the nodes: what they say then is not heeded."""
+    process = stage.start(health_seconds=3, bad=bad)
     while not (stage.folder / "run/jobs/life-0001/health/n2.json").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
@@ -259,6 +267,25 @@ def test_an_element_of_an_array_is_named_by_its_place(stage: Stage) -> None:
 def test_the_controller_may_be_away(stage: Stage) -> None:
     stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, controller_away=3)
     assert stage.orders == [["requeue", "41"]] * 4
+
+
+def test_what_the_controller_refuses_is_not_asked_again(stage: Stage) -> None:
+    stopped = {"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}
+    told = stage.run(outcome=stopped, refused=["requeue"], code=1)
+    assert stage.orders == [["requeue", "41"]]
+    assert told.endswith("Requested operation is presently disabled for job 41\n")
+
+
+def test_a_life_whose_end_cannot_be_written_is_followed_by_another(stage: Stage) -> None:
+    """No decision, since its Python has failed: the history is no file that can be appended to."""
+    process = stage.start(training_seconds=600)
+    stage.until_training()
+    history = stage.folder / "run/jobs/lives.jsonl"
+    history.rename(history.with_name("kept"))
+    history.mkdir()
+    process.send_signal(signal.SIGUSR1)
+    assert "error: " in stage.finish(process, code=0)
+    assert stage.orders == [["requeue", "41"]]
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("guard", 4), ("failed", 2)])

@@ -26,7 +26,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr("sys.stdin", io.StringIO(job))
         assert main(words) == code
         output, errors = capsys.readouterr()
-        assert output.count("\n") == int(code == 0)
+        assert output.count("\n") == 1 and (code == 0 or output == "stop 2\n")
         return output.strip(), errors
 
     return asked

@@ -54,6 +54,21 @@ def test_without_a_spare_one_it_is_left_out_of_the_job(tmp_path: Path) -> None:
     assert (found.train, found.exclude, found.stop) == ((), ("n2",), "")
 
 
+def test_a_node_that_comes_again_though_it_was_left_out_ends_it(tmp_path: Path) -> None:
+    """SLURM was told to leave it out, and has not: it would be found again in every life."""
+    for node in FIVE:
+        report(tmp_path, node, *(["devices"] if node == "n2" else []))
+    found = choice(tmp_path, FIVE, 5, "n2")
+    assert found.stop.startswith("n2 should have been left out, and SLURM gives it again: n2: devices: found none")
+
+
+def test_nodes_of_another_job_are_not_trained_on(tmp_path: Path) -> None:
+    """Of a history that was moved away, whose lives have the same numbers."""
+    for node in ("n1", "n2", "n9"):
+        report(tmp_path, node, *(["devices"] if node == "n2" else []))
+    assert choice(tmp_path, ["n1", "n2"], 2).exclude == ("n2",)
+
+
 def test_a_node_that_tells_nothing_is_bad(tmp_path: Path) -> None:
     for node in FIVE[:-1]:
         report(tmp_path, node)

@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_allattn.cluster.jobs.script import JobOptions
+from megatron_allattn.parallel.nodelist import expand_nodes
 from tests.support import stand_in
 from tests.support.commands import ROOT, records, run_ranks
 from tests.support.jobs import PATIENCE, Scene, Submission, hide, show
@@ -33,11 +35,12 @@ Records = list[dict[str, Any]]
 
 
 @pytest.fixture(params=["stand-in", "pretrain"])
-def scene(request: pytest.FixtureRequest, three_nodes: Cluster, data: Path, tmp_path: Path) -> Scene:
+def scene(request: pytest.FixtureRequest, three_nodes: Cluster, data: Path, tmp_path: Path) -> Iterator[Scene]:
     """With ranks that stand in for those of pretrain.py, in seconds, and with those."""
     three_nodes.until(lambda: three_nodes.idle() == three_nodes.nodes, PATIENCE, lambda: "nodes are not idle")
     python = sys.executable if request.param == "pretrain" else str(stand_in.write(tmp_path / "stand_in.py"))
-    return Scene(three_nodes, tmp_path, data, python)
+    yield Scene(three_nodes, tmp_path, data, python)
+    three_nodes.run("scancel", "--user=root", folder=tmp_path)  # what a test that has failed leaves
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,7 @@ def test_power_loss_of_a_node(scene: Scene, alone: Records, which: str) -> None:
     scene.cluster.crash(node)
     try:
         assert job.ended() == "COMPLETED", job.output
-        assert "n3" in scene.cluster.job(job.job)["NodeList"]
+        assert "n3" in expand_nodes(scene.cluster.job(job.job)["NodeList"], "NodeList")
     finally:
         scene.cluster.boot(node)
         scene.cluster.until(lambda: node in scene.cluster.idle(), PATIENCE, lambda: f"{node} does not come back")

@@ -67,6 +67,16 @@ def test_failures_count_in_a_row_and_without_a_checkpoint_only() -> None:
     )
 
 
+def test_lives_that_leave_nothing_are_not_repeated_for_ever_however_they_end() -> None:
+    early = [life("stopped", 20, 20) if number % 2 else life("unfit", 20, 20) for number in range(9)]
+    assert after(*early).action == "requeue"
+    found = after(*early, life("stopped", 20, 20))
+    assert (found.action, found.exit_code) == ("stop", 1)
+    rule = "10 lives in a row have ended without a checkpoint after step 20: give each more time (--time)"
+    assert found.reason == f"{rule}; the last: stopped"
+    assert after(*early, life("stopped", 20, 30)).action == "requeue"
+
+
 def test_the_cap_on_lives_holds_for_lives_that_get_on() -> None:
     lives = [life("stopped", step, step + 10) for step in range(0, 50, 10)]
     assert after(*lives, limits=Limits(lives=6)).action == "requeue"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_allattn.cluster.jobs.arguments import submitted
 from megatron_allattn.cluster.jobs.margin import DEFAULT
 from megatron_allattn.cluster.jobs.script import JobOptions, job_text, seconds, write_job
 from megatron_allattn.config import RECIPES, UsageError, check_world, load_deepspeed_json, parse
@@ -85,6 +86,7 @@ def test_what_a_job_asks_for(tmp_path: Path) -> None:
         ({"partition": "gpu --wrap=x"}, "--partition gpu --wrap=x: must be one word"),
         ({"account": "a\n#SBATCH --uid=0"}, "must be one word"),
         ({"job_name": "$(id)"}, "--job-name $(id): must be one word"),
+        ({"job_name": "runs/x"}, "--job-name runs/x: is part of the output file's name; leave / and % out"),
         ({"qos": "-x"}, "--qos -x: must be one word"),
         ({"exclude": ""}, "--exclude '': must be one word"),
         ({"time": "soon"}, "--time soon: is no time as sbatch takes it"),
@@ -164,6 +166,11 @@ def test_every_element_of_the_ablation_is_a_recipe_of_it(tmp_path: Path) -> None
 def test_the_comments_commands_are_right() -> None:
     """Those of pretrain.sbatch name its options and a recipe."""
     text = (LAUNCH / "pretrain.sbatch").read_text()
-    for line in re.findall(r"^#   sbatch (.*)$", text, re.M):
-        words = shlex.split(line.split("  #")[0].replace("…", ""), comments=True)
-        assert "launch/pretrain.sbatch" in words
+    lines = re.findall(r"^#   sbatch (.*)$", text, re.M)
+    assert len(lines) == 3
+    for line in lines:
+        words = shlex.split(line.split("  #")[0].replace("…", "--save /shared/x"), comments=True)
+        at = words.index("launch/pretrain.sbatch")
+        names = {word.removeprefix("--").partition("=")[0] for word in words[:at]}
+        assert names <= {*options_of(text), "export"}
+        assert submitted(words[at + 1 :]).run.checkpoint.save is not None

@@ -105,6 +105,10 @@ def test_the_nodes_of_an_allocation(variables: dict[str, str], slots: int | None
         ),
         (ALLOCATION | {"SLURM_GPUS_PER_NODE": "0"}, "ranks for 3 (0,0,0)"),
         (ALLOCATION | {"SLURM_GPUS_PER_NODE": "many"}, "SLURM_GPUS_PER_NODE many: not a number of GPUs"),
+        (
+            ALLOCATION | {"SLURM_TASKS_PER_NODE": "1(x3)", "SLURM_GPUS_ON_NODE": "8"},
+            "SLURM_TASKS_PER_NODE 1(x3): a node has 8 GPUs (SLURM_GPUS_ON_NODE): which is meant?; set GPUS_PER_NODE",
+        ),
         ({"SLURM_JOB_NODELIST": "$(id)", "SLURM_TASKS_PER_NODE": "1"}, "SLURM_JOB_NODELIST $(id): not a list of hosts"),
     ],
 )

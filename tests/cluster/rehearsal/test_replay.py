@@ -47,6 +47,10 @@ def test_groups_wait_for_their_own_ranks_alone() -> None:
         (replace(FIRST, num_bytes=32, dtype="bfloat16"), ["bfloat16", "float32"]),
         (SECOND, ["layers.0", "layers.1"]),
         (replace(FIRST, micro_batch=1), ["micro-batch 0", "micro-batch 1"]),
+        (
+            replace(FIRST, group="world"),
+            ["group tensor 0, 1", "group world 0, 1"],
+        ),  # of the same ranks, and another one
     ],
 )
 def test_what_differs_is_named(other: Call, words: list[str]) -> None:
