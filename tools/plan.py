@@ -3,7 +3,7 @@
 
     python tools/plan.py --recipe allattn-1.3b --nodes 8 --gpus-per-node 8 --gpu h100-80
     python tools/plan.py --recipe enwik8-large --nodes 1 --gpus-per-node 8 --gpu a100-40 --bf16 --span-profile late
-    python tools/plan.py … --write DIR          # of the best layout: deepspeed.json, command.sh, job.sbatch (with --save)
+    python tools/plan.py … --write DIR          # of the best: deepspeed.json, command.sh and (with --save) job.sbatch
     python tools/plan.py … --plot growth.svg    # its memory and time while spans grow
 
 Flags of the plan are those below; all others are pretrain.py's. They override the recipe, and what they fix of the
