@@ -248,26 +248,29 @@ def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def retain(run_folder: Path, step: int, keep: int, every: int) -> list[int]:
-    """Of the complete steps up to `step`, keep the last `keep` and, unless `every` is 0, its multiples; the steps
-    deleted.
+def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
+    """Of the complete steps up to `step`, keep the last `keep` (0: all) and, unless `every` is 0, its multiples.
 
-    A folder gets the name of a temporary one first, so that a kill leaves nothing that looks like a step. Raises
-    StorageError.
+    A folder gets the name of a temporary one first, so that a kill leaves nothing that looks like a step. Returns a
+    line for each that cannot be deleted, now or since an earlier save: it is in nobody's way, and is tried again.
     """
-    parent, deleted = run_folder / FOLDER, []
+    parent, lines = run_folder / FOLDER, []
     own = [path for path in parent.iterdir() if STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
     steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and is_complete(path))
-    for old in steps[:-keep]:
-        if every and old % every == 0:
-            continue
-        temporary = parent / f".{step_name(old)}.tmp-{os.getpid()}"
-        with storage_errors(parent, 0):
-            os.rename(parent / step_name(old), temporary)
-            sync_folder(parent)
-            shutil.rmtree(temporary)
-        deleted.append(old)
-    return deleted
+    for old in steps[:-keep] if keep else ():
+        if not every or old % every:
+            path = parent / step_name(old)
+            try:
+                os.rename(path, parent / f".{path.name}.tmp-{os.getpid()}")
+            except OSError as error:
+                lines.append(_why_left(path, error))
+    with storage_errors(parent, 0):
+        sync_folder(parent)
+    return lines + _clean(parent)
+
+
+def _why_left(path: Path, error: OSError) -> str:
+    return f"{path} cannot be deleted ({error.filename}: {error.strerror}); remove it by hand"
 
 
 def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> str:
@@ -291,8 +294,10 @@ def _undo(temporary: Path, final: Path, aside: Path) -> None:
     abort(temporary)
 
 
-def _clean(parent: Path) -> None:
-    """Remove leftovers of killed saves; put a moved-aside folder back when its replacement never became complete."""
+def _clean(parent: Path) -> list[str]:
+    """Remove leftovers of killed saves; put a moved-aside folder back when its replacement never became complete. A
+    line for each that cannot be removed (another's file in it, a mount, a file that NFS keeps for its reader)."""
+    left = []
     for path in sorted(parent.iterdir(), reverse=True):  # .tmp before .old
         match = _OWN_TEMPORARY.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
@@ -304,11 +309,14 @@ def _clean(parent: Path) -> None:
                 os.rename(final, unfinished)
             if not os.path.lexists(final):
                 os.rename(path, final)
-            if unfinished.exists():
-                shutil.rmtree(unfinished)
-        else:
-            shutil.rmtree(path)
+            path = unfinished
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+        except OSError as error:
+            left.append(_why_left(path, error))
     sync_folder(parent)
+    return left
 
 
 def _is_ours(path: Path) -> bool:

@@ -5,6 +5,7 @@ Each step that may fail on some ranks only is agreed on by all, so that one line
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
-from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
@@ -269,10 +270,18 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
     if kept.save is None:
         return None
 
+    told: set[str] = set()
+
     def retain(run_folder: Path, step: int, seconds: float) -> None:
-        record_save(run_folder, step, seconds, engine.groups.world.size)
-        if kept.keep_latest_k:
-            folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
+        """After a save, which nothing here may undo: what goes wrong is told, once."""
+        try:
+            record_save(run_folder, step, seconds, engine.groups.world.size)
+            lines = folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
+        except (StorageError, OSError) as error:
+            lines = [str(error)]
+        for line in dict.fromkeys(line for line in lines if line not in told):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+            told.add(line)
 
     section = partial(watch.section, "in the save", run.parallel.save_timeout_minutes)
     return Saver(kept.save, engine, asynchronous=kept.async_save, section=section, after_commit=retain)

@@ -1,5 +1,6 @@
 """Saves beside training: the same bytes, one at a time, and nothing that goes wrong is lost; which steps are kept."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_only_own_complete_steps_are_deleted(tmp_path: Path) -> None:
     (parent / "step_00000001").symlink_to(parent / "step_00000002")
     (parent / "step_00000007").mkdir()  # not complete
     os.rename(parent / "step_00000006", parent / "step_006")
-    assert folder.retain(tmp_path, 10, 2, 5) == [2, 4]
+    assert folder.retain(tmp_path, 10, 2, 5) == []
     assert sorted(os.listdir(parent)) == [
         "foo_step_00000004",
         "step_00000001",
@@ -125,15 +126,46 @@ def test_only_own_complete_steps_are_deleted(tmp_path: Path) -> None:
         "step_00000010",
         "step_006",
     ]
-    assert folder.retain(tmp_path, 10, 2, 0) == [5]
-    assert folder.retain(tmp_path, 10, 9, 0) == []
+    assert (
+        folder.retain(tmp_path, 10, 2, 0)
+        == folder.retain(tmp_path, 10, 9, 0)
+        == folder.retain(tmp_path, 10, 0, 0)
+        == []
+    )
+    assert not (parent / "step_00000005").exists() and (parent / "step_00000008").exists()
     assert folder.find_latest(tmp_path)[0].name == "step_00000010"
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_what_cannot_be_deleted_is_told_and_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Somebody else's file in a step, a mount, what NFS keeps for a reader: saves go on, and it is tried again."""
+    original = getattr(os, call)
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
+        if os.path.basename(path) == ("step_00000002" if call == "rename" else "state.json"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), os.fspath(path))
+        return original(path, *arguments, **options)
+
+    _steps(tmp_path, 2, 4)
+    monkeypatch.setattr(os, call, refuse)
+    (line,) = folder.retain(tmp_path, 4, 1, 0)
+    left = "step_00000002" if call == "rename" else f".step_00000002.tmp-{os.getpid()}"
+    assert line.startswith(f"{tmp_path / 'checkpoints' / left} cannot be deleted (")
+    assert line.endswith(": Device or resource busy); remove it by hand")
+    _steps(tmp_path, 6)
+    assert folder.find_latest(tmp_path)[0].name == "step_00000006"
+    assert folder.retain(tmp_path, 6, 2, 0) == [line]
+    monkeypatch.undo()
+    assert folder.retain(tmp_path, 6, 2, 0) == []
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_00000004", "step_00000006"]
 
 
 def test_steps_after_the_one_just_saved_count_for_nothing(tmp_path: Path) -> None:
     """A run that has gone back to an older step: what it saves is not deleted in favour of what it has left behind."""
     _steps(tmp_path, 50, 60, 90, 100)
-    assert folder.retain(tmp_path, 60, 1, 0) == [50]
+    assert folder.retain(tmp_path, 60, 1, 0) == []
     parent = tmp_path / "checkpoints"
     assert sorted(os.listdir(parent)) == ["step_00000060", "step_00000090", "step_00000100"]
 
