@@ -256,7 +256,7 @@ def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
     """
     parent, lines = run_folder / FOLDER, []
     own = [path for path in parent.iterdir() if STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
-    steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and is_complete(path))
+    steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and _is_known_complete(path))
     for old in steps[:-keep] if keep else ():
         if not every or old % every:
             path = parent / step_name(old)
@@ -267,6 +267,14 @@ def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
     with storage_errors(parent, 0):
         sync_folder(parent)
     return lines + _clean(parent)
+
+
+def _is_known_complete(path: Path) -> bool:
+    """A step that may not be looked at is none that may be deleted."""
+    try:
+        return is_complete(path)
+    except (Unreadable, OSError):
+        return False
 
 
 def _why_left(path: Path, error: OSError) -> str:

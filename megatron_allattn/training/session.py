@@ -272,19 +272,21 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
 
     told: set[str] = set()
 
-    def retain(run_folder: Path, step: int, seconds: float) -> None:
-        """After a save, which nothing here may undo: what goes wrong is told, once."""
+    def after_commit(run_folder: Path, step: int, seconds: float) -> None:
+        """What goes wrong here is told, once: the save is made, and the run goes on."""
+        lines = []
         try:
+            lines += folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
             record_save(run_folder, step, seconds, engine.groups.world.size)
-            lines = folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
-        except (StorageError, OSError) as error:
-            lines = [str(error)]
-        for line in dict.fromkeys(line for line in lines if line not in told):
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-            told.add(line)
+        except (StorageError, UsageError, OSError) as error:
+            lines.append(str(error))
+        for line in lines:
+            if line not in told:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+                told.add(line)
 
     section = partial(watch.section, "in the save", run.parallel.save_timeout_minutes)
-    return Saver(kept.save, engine, asynchronous=kept.async_save, section=section, after_commit=retain)
+    return Saver(kept.save, engine, asynchronous=kept.async_save, section=section, after_commit=after_commit)
 
 
 def build_engine(

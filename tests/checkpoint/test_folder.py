@@ -12,10 +12,20 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.files import sha256_of, write_json_atomic
-from megatron_allattn.checkpoint.folder import Damaged, abort, begin, commit, find_latest, set_aside_after, verify
+from megatron_allattn.checkpoint.folder import (
+    Damaged,
+    abort,
+    begin,
+    commit,
+    find_latest,
+    retain,
+    set_aside_after,
+    verify,
+)
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import check_outside, has_saved, prepare_run_folder, run_around
-from megatron_allattn.config.errors import UsageError
+from megatron_allattn.config.errors import UsageError, unreadable
+from megatron_allattn.config.json_files import read_bytes
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import run_forked
 
@@ -371,6 +381,26 @@ def test_a_step_that_may_not_be_read_is_not_taken_for_damaged(tmp_path: Path, wh
     finally:
         locked.chmod(mode)
     assert found[0] == 1 and "Permission denied" in found[1] and "damaged" not in found[1].lower()
+
+
+def test_a_step_that_may_not_be_read_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, number = tmp_path / "run", iter(range(10))
+    for step in (1, 2, 3):
+        _save(run, step)
+
+    def fail(what: str, path: Path, *others: object, **limits: object) -> bytes:
+        if path.parent.name == "step_00000001":
+            raise (
+                unreadable(what, path, OSError(errno.EACCES, os.strerror(errno.EACCES)), "look")
+                if next(number)
+                else (OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path)))
+            )
+        return read_bytes(what, path, *others, **limits)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("megatron_allattn.checkpoint.folder.read_bytes", fail)
+    for _ in range(2):
+        assert retain(run, 3, 1, 0) == []
+        assert _entries(run) == ["step_00000001", "step_00000003"]
 
 
 def test_a_disk_that_cannot_give_a_file_any_more_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
