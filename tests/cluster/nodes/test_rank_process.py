@@ -23,12 +23,14 @@ SCRIPT = r"""
 import json, os, signal, sys, time
 rank = os.environ["RANK"]
 what = dict(word.split(":") for word in sys.argv[1:] if ":" in word).get(rank, "wait")
+def tell(line):
+    os.write(1, f"{line}\n".encode())  # at once: ranks share the file
 def stop(number, frame):
-    os.write(1, f"got {signal.Signals(number).name}\n".encode())  # at once: ranks share the file
+    tell(f"got {signal.Signals(number).name}")
     sys.exit(3)
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, stop)
-print("rank", rank, "is here", flush=True)
+tell(f"rank {rank} is here")
 open(f"here_{rank}", "w").close()
 while what != "wait" and not (os.path.exists("here_0") and os.path.exists("here_1")):
     time.sleep(0.02)
@@ -181,9 +183,8 @@ def test_ranks_of_a_launcher_that_was_killed_are_asked_to_stop(script: str) -> N
 def test_ranks_of_a_launcher_py_that_was_killed_stop(script: str, tmp_path: Path) -> None:
     """kill -9 of launcher.py: nobody reads the ranks' output any more, upon which they get SIGHUP."""
     noted = tmp_path / "noted"
-    text = SCRIPT.replace(
-        'os.write(1, f"got {signal.Signals(number).name}\\n".encode())', 'open("noted", "a").write(f"{number} ")'
-    )
+    text = SCRIPT.replace('tell(f"got {signal.Signals(number).name}")', 'open("noted", "a").write(f"{number} ")')
+    assert text != SCRIPT
     Path(script).write_text(text)
     env = environment()
     with Program([sys.executable, LAUNCHER, *starts(), script], tmp_path, env) as program:
