@@ -48,8 +48,9 @@ class RunLock:
         self._remove_folders()
 
     def _lock_file(self) -> bool:
-        """Lock the file of that name; False if it has just been removed by the one who held it."""
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        """Lock the file of that name; False if it has just been removed by the one who held it. A link is not followed:
+        what it leads to would be overwritten."""
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -50,8 +50,8 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a step, or begin to, once the save before it has ended.
 
-        Raises what has gone wrong with the save before it; Drift where replicas differ, StorageError, NotFinite for
-        what is not a number, each on one rank (PeerFailed on the others); of an asynchronous save `wait` raises them.
+        Raises what has gone wrong with the save before it; Drift where replicas differ and StorageError, each on one
+        rank (PeerFailed on the others), NotFinite on all where a tensor is not; of an asynchronous save `wait` does.
         """
         self.wait()
         began = time.monotonic()

@@ -25,7 +25,7 @@ from megatron_allattn.config.errors import UsageError
 T = TypeVar("T")
 DEFAULT_MAX_BYTES = 256 * 2**20
 PIECE_BYTES = 16 * 2**20  # of a tensor that is written at a time, and of a file before the disk begins
-HELD_BYTES = 8 * 2**20  # of tensors that are written and not hashed yet, when the next one is asked for
+HELD_BYTES = 64 * 2**20  # of tensors that are written and not hashed yet, when the next one is asked for
 DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

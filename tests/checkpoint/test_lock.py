@@ -53,6 +53,14 @@ def test_a_file_that_is_another_runs_by_now_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(UsageError, match=r"cannot be written \(Too many levels of symbolic links\)"):
+        RunLock(tmp_path)
+    assert (tmp_path / "other").read_text() == "of somebody else"
+
+
 def test_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     def die_with_it() -> None:
         RunLock(tmp_path)
