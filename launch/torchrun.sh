@@ -5,8 +5,8 @@
 #
 # Several hosts: the same line on each, with NNODES=2, NODE_RANK=0 (1, …) and MASTER_ADDR (MASTER_PORT) of the first.
 # With HOSTFILE=hosts (hostfile.example) these follow from the file and this host's name, and the same line is right on
-# each: for example by pdsh -R ssh -w ^hosts (NODE_NAME: this host's name in it, where it has another). HOSTFILE=slurm means the nodes of this allocation, with SLURM's number of
-# GPUs (else tasks) a node or GPUS_PER_NODE:
+# each: for example by pdsh -R ssh -w ^hosts (NODE_NAME: this host's name in it, where it has another). HOSTFILE=slurm
+# means the nodes of this allocation, with SLURM's number of GPUs (else tasks) a node or GPUS_PER_NODE:
 #
 #   HOSTFILE=slurm srun --ntasks-per-node=1 launch/torchrun.sh --recipe enwik8-large --save /shared/large
 #

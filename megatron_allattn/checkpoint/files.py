@@ -148,6 +148,11 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def describes_file(entry: dict[str, Any]) -> bool:
+    """Whether an entry of a manifest has what `check_size` and `check_sha256` hold a file against."""
+    return type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+
+
 def check_size(path: Path, expected: int) -> None:
     """UsageError unless it is a file, and no link to one, of so many bytes."""
     if path.is_symlink() or not path.is_file():

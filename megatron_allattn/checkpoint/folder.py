@@ -26,6 +26,7 @@ from typing import Any
 from megatron_allattn.checkpoint.files import (
     check_sha256,
     check_size,
+    describes_file,
     sha256_of,
     storage_errors,
     sync_file,
@@ -254,10 +255,17 @@ def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
     A folder gets the name of a temporary one first, so that a kill leaves nothing that looks like a step. Returns a
     line for each that cannot be deleted, now or since an earlier save: it is in nobody's way, and is tried again.
     """
-    parent, lines = run_folder / FOLDER, []
+    parent = run_folder / FOLDER
+    lines = _retire(parent, step, keep, every) if keep else []  # every step is looked at there
+    return lines + _clean(parent)
+
+
+def _retire(parent: Path, step: int, keep: int, every: int) -> list[str]:
+    """Give the steps that `retain` does not keep names of temporary folders; a line for each that cannot have one."""
+    lines = []
     own = [path for path in parent.iterdir() if STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
     steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and _is_known_complete(path))
-    for old in steps[:-keep] if keep else ():
+    for old in steps[:-keep]:
         if not every or old % every:
             path = parent / step_name(old)
             try:
@@ -266,7 +274,7 @@ def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
                 lines.append(_why_left(path, error))
     with storage_errors(parent, 0):
         sync_folder(parent)
-    return lines + _clean(parent)
+    return lines
 
 
 def _is_known_complete(path: Path) -> bool:
@@ -395,7 +403,7 @@ def _check_entries(folder: Path, files: Any) -> None:
         if not _FILE_NAME.fullmatch(name):
             raise UsageError(f"{folder / MANIFEST}: expected names of files in this folder, found {name!r}")
         entry = entry if isinstance(entry, dict) else {}
-        if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+        if not describes_file(entry):
             raise UsageError(f"{folder / MANIFEST}: expected bytes and sha256 of {name}, found {entry!r}")
 
 

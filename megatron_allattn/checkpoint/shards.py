@@ -19,7 +19,14 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
-from megatron_allattn.checkpoint.files import check_sha256, check_size, made_whole, storage_errors, write_json_atomic
+from megatron_allattn.checkpoint.files import (
+    check_sha256,
+    check_size,
+    describes_file,
+    made_whole,
+    storage_errors,
+    write_json_atomic,
+)
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
@@ -165,8 +172,7 @@ class _Shards:
         for name in sorted(files.keys() - {f"{one}/{file}.safetensors" for one in folders for file in FILES}):
             raise usage_error("file", path, f"lists {name!r:.80}, which is no file of a rank", _GIVE)
         for name, entry in files.items():
-            known = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
-            if not known:
+            if not isinstance(entry, dict) or not describes_file(entry):
                 raise usage_error("file", path, f"has {entry!r:.80} for {name}, expected bytes and sha256", _GIVE)
         return files
 
