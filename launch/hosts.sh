@@ -18,7 +18,7 @@ hosts_for() {
 
 # Names of variables that ranks on other hosts need: what env.sh sets or offers.
 passed_on() {
-    compgen -e | grep -E '^(OMP_|PYTORCH_|MALLOC_|NCCL_|GLOO_|FI_|TORCH_|TRITON_|MPI4PY_|DS_ACCELERATOR$)' || true
+    compgen -e | grep -E '^(OMP_|PYTORCH_|MALLOC_|NCCL_|GLOO_|FI_|TORCH_|TRITON_|MPI4PY_|DS_ACCELERATOR$)' | LC_ALL=C sort
 }
 
 # Whether something listens at this port of this host.

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_allattn.cluster.jobs.script import JobOptions, write_job
 from tests.support.commands import ROOT, TINY, outcome, records
-from tests.support.slurm import Cluster
+from tests.support.slurm import ENDED, Cluster
 
 SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
 SUBMIT = str(ROOT / "launch" / "submit.py")
@@ -108,7 +108,7 @@ class Submission:
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, f"not within {seconds:g} s; {self.state()}\n{self.output}"
-            assert self.state() not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), f"{self.state()}\n{self.output}"
+            assert self.state() not in ENDED, f"{self.state()}\n{self.output}"
             time.sleep(0.2)
 
     def until_step(self, step: int, life: int = 1, seconds: float = PATIENCE) -> None:

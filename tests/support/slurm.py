@@ -24,7 +24,8 @@ from tests.support.commands import MARK, ROOT, environment, marked
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "setpriv")
 SUBNET, CONTROLLER = "10.77.0", 254
-RUNNING = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
+# A job that is requeued passes through others, PREEMPTED and SIGNALING among them, which say nothing of its end.
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
 BOOT_SECONDS = 120.0
 
 
@@ -102,8 +103,15 @@ class Cluster:
 
     def ended(self, job: str, seconds: float) -> str:
         """The state in which a job ends, such as COMPLETED. AssertionError when it does not end in time."""
-        self.until(lambda: self.job(job).get("JobState", "RUNNING") not in RUNNING, seconds, lambda: f"{self.job(job)}")
-        return self.job(job)["JobState"]
+        state = ""
+
+        def ended() -> bool:
+            nonlocal state
+            state = self.job(job).get("JobState", "")
+            return state in ENDED
+
+        self.until(ended, seconds, lambda: f"{self.job(job)}")
+        return state
 
     def until(self, true: Callable[[], bool], seconds: float, told: Callable[[], str]) -> None:
         """Wait for something. AssertionError with what is told when it does not come in time."""
