@@ -119,7 +119,7 @@ def _write_turn(
 
 def _write_file(writer: TensorWriter, path: Path, tensors: "_Tensors") -> None:
     try:
-        writer.write(path, [describe(stored) for stored, _ in tensors.file.tensors], tensors)
+        writer.write(path, [describe(stored) for stored, _ in tensors.file.tensors], tensors, look=tensors.look)
     finally:
         tensors.exhaust()
 
@@ -131,10 +131,7 @@ def _wait(works: list[dist.Work | None]) -> None:
 
 
 class _Tensors:
-    """A file's tensors, whole and in order, each made when it is asked for; `not_finite` names those that are not.
-
-    To look at them here takes no time: the writer would wait for the hash of the one before.
-    """
+    """A file's tensors, whole and in order, each made when it is asked for; `not_finite` names those that are not."""
 
     def __init__(self, file: PlannedFile, own: dict[Stored, Fragment], join: Join, group: Group) -> None:
         self.file, self._rest = file, iter(file.tensors)
@@ -147,10 +144,12 @@ class _Tensors:
     def __next__(self) -> Tensor:
         stored, ranges = next(self._rest)
         shards = self._receive(stored, ranges)
-        whole = shards[0] if len(shards) == 1 else self._join(stored.logical, shards).contiguous()
-        if not is_finite(whole):
-            self.not_finite.append(stored.name)
-        return whole
+        return shards[0] if len(shards) == 1 else self._join(stored.logical, shards).contiguous()
+
+    def look(self, name: str, piece: Tensor) -> None:
+        """At a piece of a tensor that is being written."""
+        if name not in self.not_finite and not is_finite(piece):
+            self.not_finite.append(name)
 
     def exhaust(self) -> None:
         """Receive what nobody wants any more, so that those who send it can go on."""

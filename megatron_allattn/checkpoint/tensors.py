@@ -133,11 +133,13 @@ class TensorWriter:
         infos: list[TensorInfo],
         tensors: Iterable[torch.Tensor],
         metadata: Mapping[str, str] | None = None,
+        look: Callable[[str, torch.Tensor], None] = lambda *_: None,
     ) -> None:
         """Write a file, which is whole and on the disk once `finish` has returned.
 
         metadata: texts for its header; tensors: on the CPU, contiguous, as `infos` describe them, in this order; each
         is asked for when the one before it is written, and of those before it at most HELD_BYTES are still held.
+        look: is shown a tensor, by its name, piece by piece while it is hashed: that takes no time of its own.
         Raises StorageError; a partial file is then left.
         """
         header = pack_header(infos, metadata)
@@ -145,13 +147,18 @@ class TensorWriter:
         with storage_errors(path, needed):
             handle = open(path, "xb", buffering=0)  # noqa: SIM115 — closed by the thread that flushes it
             try:
-                digest, self._unflushed = hashlib.sha256(), 0
+                digest, self._unflushed = hashlib.sha256(header), 0
                 self._digests[path.name] = digest
                 flush = partial(_flush, handle, path, needed)
-                self._add(memoryview(header), handle, digest, flush)
+                self._put(memoryview(header), handle, flush)
                 for info, tensor in zip(infos, tensors, strict=True):
                     assert info_of(info.name, tensor) == info, f"{info.name}: {tensor.dtype} {tuple(tensor.shape)}"
-                    self._add(tensor.reshape(-1).view(torch.uint8).numpy().data, handle, digest, flush)
+                    for piece in tensor.reshape(-1).split(PIECE_BYTES // tensor.itemsize):
+                        content = piece.view(torch.uint8).numpy().data
+                        hashed = self._hashing.submit(digest.update, content)
+                        look(info.name, piece)
+                        self._put(content, handle, flush)
+                    self._hold(hashed, info.num_bytes)
             finally:
                 self._flushes.append(self._flushing.submit(_close, handle, path, needed))
 
@@ -159,12 +166,10 @@ class TensorWriter:
         """Wait until all files are on the disk; the SHA-256 of each by its name. Raises StorageError."""
         for flush in self._flushes:
             flush.result()
-        self._hold(0)
+        self._hashing.shutdown()
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
-    def _add(self, content: memoryview, handle: FileIO, digest: Any, flush: Callable[[], None]) -> None:
-        self._unhashed.append((self._hashing.submit(digest.update, content), len(content)))
-        self._held += len(content)
+    def _put(self, content: memoryview, handle: FileIO, flush: Callable[[], None]) -> None:
         left = content
         while left:
             written = handle.write(left[:PIECE_BYTES])
@@ -172,13 +177,14 @@ class TensorWriter:
             if self._unflushed >= PIECE_BYTES and all(last.done() for last in self._flushes[-1:]):
                 self._flushes.append(self._flushing.submit(flush))
                 self._unflushed = 0
-        self._hold(HELD_BYTES)
 
-    def _hold(self, num_bytes: int) -> None:
-        """Wait until no more than these are still to be hashed."""
-        while self._held > num_bytes:
-            hashed, size = self._unhashed.popleft()
-            hashed.result()
+    def _hold(self, hashed: Future[None], num_bytes: int) -> None:
+        """A tensor is written, and held until it is hashed: wait until no more than HELD_BYTES are."""
+        self._unhashed.append((hashed, num_bytes))
+        self._held += num_bytes
+        while self._held > HELD_BYTES:
+            done, size = self._unhashed.popleft()
+            done.result()
             self._held -= size
 
 

@@ -101,9 +101,11 @@ def test_prefixes_do_not_mix(tmp_path: Path):
 
 
 def test_memory_is_bounded_by_one_tensor(tmp_path: Path):
+    """Beside what waits for its hash, here at most one tensor of 4 MiB more."""
     script = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from megatron_allattn.checkpoint.tensors import info_of, write_files\n"
+        "from megatron_allattn.checkpoint import tensors; from megatron_allattn.checkpoint.tensors import *\n"
+        "tensors.HELD_BYTES = 4 * 2**20\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "infos = [info_of(str(index), torch.empty(2**20, device='meta')) for index in range(40)]\n"
         "write_files(Path(sys.argv[1]), 'weights', infos[:2], lambda name: torch.full((2**20,), float(name)))\n"
@@ -115,7 +117,7 @@ def test_memory_is_bounded_by_one_tensor(tmp_path: Path):
     grown = int(subprocess.check_output(command, cwd=ROOT, text=True, timeout=60))
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert total > 160 * 2**20 and len(list(tmp_path.iterdir())) == 21
-    assert grown < 6 * 2**20, f"{grown:,} bytes for tensors of 4 MiB"
+    assert grown < 14 * 2**20, f"{grown:,} bytes for tensors of 4 MiB"
 
 
 def test_tensors_that_are_not_hashed_yet_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,8 +126,8 @@ def test_tensors_that_are_not_hashed_yet_are_few(tmp_path: Path, monkeypatch: py
     lock = threading.Lock()
 
     class Slow:
-        def __init__(self) -> None:
-            self.hashed, self._digest = -1, sha256()  # -1: the header comes first
+        def __init__(self, header: bytes) -> None:
+            self.hashed, self._digest = 0, sha256(header)
 
         def update(self, content: memoryview) -> None:
             nonlocal most
