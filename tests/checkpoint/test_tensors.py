@@ -17,7 +17,7 @@ import torch
 
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
+from megatron_allattn.checkpoint.tensors import TensorReader, TensorWriter, info_of, write_files
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.template import ROOT
@@ -154,6 +154,31 @@ def test_tensors_that_are_not_hashed_yet_are_few(tmp_path: Path, monkeypatch: py
     content = (tmp_path / "weights-00001.safetensors").read_bytes()
     assert found == {"weights-00001.safetensors": sha256(content).hexdigest()}
     assert 2 <= most <= 4, "400 bytes each: two held and the one that is written, beside the one that is being hashed"
+
+
+def test_every_element_is_shown_to_who_looks_and_written_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("megatron_allattn.checkpoint.tensors.PIECE_BYTES", 16)
+    tensors = {
+        "a": torch.arange(10.0),
+        "none": torch.empty(0, 3),
+        "b": torch.arange(9, dtype=torch.bfloat16).view(3, 3),
+    }
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    infos = [info_of(name, tensor) for name, tensor in tensors.items()]
+    path = tmp_path / "a-00001.safetensors"
+    with TensorWriter() as writer:
+        writer.write(path, infos, tensors.values(), look=lambda name, piece: seen[name].append(piece))
+        hashes = writer.finish()
+    assert {name: [len(piece) for piece in pieces] for name, pieces in seen.items()} == {
+        "a": [4, 4, 2],
+        "none": [0],
+        "b": [8, 1],
+    }
+    assert all(torch.cat(seen[name]).equal(tensor.view(-1)) for name, tensor in tensors.items())
+    assert hashes == {path.name: sha256(path.read_bytes()).hexdigest()}
+    assert all(found.equal(tensors[name]) for name, found in read_tensors(tmp_path, "a"))
 
 
 @pytest.mark.parametrize("name", ["fsync", "fdatasync"])
