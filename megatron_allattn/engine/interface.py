@@ -24,7 +24,7 @@ from megatron_allattn.engine.loss_scale import LossScale
 from megatron_allattn.engine.optimizers import clip_gradients, gradient_norm
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.accounting import count_parameters
-from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.attention import BlockContext, Observe
 from megatron_allattn.model.network import Network, logical_tensors
 from megatron_allattn.model.span import layer_windows, layers_look_back, span_in_tokens
 from megatron_allattn.parallel.collectives import (
@@ -244,9 +244,14 @@ class Engine(ABC):
         return self._new_slot(batch_size)
 
     @torch.no_grad()
-    def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
-        """Sum of nats over a block [B, M] of this rank's evaluation streams, float64 scalar; commits `slot`."""
-        context = BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)
+    def evaluate_block(
+        self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot, observe: Observe | None = None
+    ) -> Tensor:
+        """Sum of nats over a block [B, M] of this rank's evaluation streams, float64 scalar; commits `slot`.
+
+        observe: is shown what the attention of this rank's layers is given.
+        """
+        context = BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back, observe=observe)
         total = self._forward(self._tensor(inputs), self._tensor(targets), context).double().sum()
         slot.commit(inputs.shape[1])
         return total

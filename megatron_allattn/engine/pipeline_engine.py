@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_allattn.engine.caches import CacheSlot
 from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_allattn.engine.interface import Spans
-from megatron_allattn.model.attention import BlockContext
+from megatron_allattn.model.attention import BlockContext, Observe
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel.collectives import all_reduce
 from megatron_allattn.parallel.groups import Group, Groups
@@ -124,11 +124,15 @@ class PipelineEngine(DeepSpeedEngine):
         return self._on_all_stages(self._mean_loss(losses) if losses else 0.0).item()
 
     @torch.no_grad()
-    def evaluate_block(self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot) -> Tensor:
+    def evaluate_block(
+        self, inputs: np.ndarray, targets: np.ndarray, spans: Spans, slot: CacheSlot, observe: Observe | None = None
+    ) -> Tensor:
         from deepspeed.runtime.pipe.schedule import InferenceSchedule  # noqa: PLC0415
 
         pipeline = self.groups.pipeline
-        self._stage.contexts = [BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back)]
+        self._stage.contexts = [
+            BlockContext(spans.windows, slot, dropout_keys=None, look_back=spans.look_back, observe=observe)
+        ]
         self._run(InferenceSchedule(1, pipeline.size, pipeline.rank), [(inputs, targets)])
         slot.commit(inputs.shape[1])
         return self._on_all_stages(self._stage.nats.double().sum().item() if self.network.part.last else 0.0)

@@ -30,15 +30,35 @@ def attend(
     state: BlockState,
 ) -> Tensor:
     """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it."""
-    check_shapes(block_BMD, cache_BCD, weights, state)
-    own, weights = block_BMD.dtype, weights.widened()
+    own, window, weights = block_BMD.dtype, state.window, weights.widened()
     block_BMD, cache_BCD = widen(block_BMD), widen(cache_BCD)
-    window, num_heads = state.window, len(state.heads)
-    memory_BSD = torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
+    a = attention_weights(block_BMD, cache_BCD, weights, settings, state)
+    a = _dropout(a, settings, state).to(block_BMD.dtype)
 
+    v_BHSK = _split_heads(F.linear(_memory(block_BMD, cache_BCD, window), weights.value), len(state.heads))
+    position_KW = weights.position_key[0, :, -window:]
+    a_context = a[..., :window]
+    y_BHMK = _from_distance(a_context) @ v_BHSK
+    if settings.position_values == "shared":
+        y_BHMK = y_BHMK + a_context @ position_KW.transpose(0, 1)
+    if weights.persistent_value is not None:
+        y_BHMK = y_BHMK + a[..., window:] @ weights.persistent_value
+    return y_BHMK.transpose(1, 2).flatten(2).to(own)
+
+
+def attention_weights(
+    block_BMD: Tensor,
+    cache_BCD: Tensor,
+    weights: LayerWeights,
+    settings: AttentionSettings,
+    state: BlockState,
+) -> Tensor:
+    """a before dropout, [B, H, M, W + N]: over the context by distance W, W − 1, …, 1, then the persistent vectors."""
+    check_shapes(block_BMD, cache_BCD, weights, state)
+    weights, block_BMD, cache_BCD = weights.widened(), widen(block_BMD), widen(cache_BCD)
+    window, num_heads = state.window, len(state.heads)
     q_BHMK = _split_heads(F.linear(block_BMD, weights.query), num_heads)
-    k_BHSK = _split_heads(F.linear(memory_BSD, weights.key), num_heads)
-    v_BHSK = _split_heads(F.linear(memory_BSD, weights.value), num_heads)
+    k_BHSK = _split_heads(F.linear(_memory(block_BMD, cache_BCD, window), weights.key), num_heads)
     position_KW = weights.position_key[0, :, -window:]
 
     scores = _to_distance(q_BHMK @ k_BHSK.transpose(-1, -2), window) + q_BHMK @ position_KW
@@ -47,22 +67,17 @@ def attend(
     scores = scores / math.sqrt(q_BHMK.shape[-1])
     empty = _empty(settings, state, cache_BCD.shape[1], scores)
     if weights.span is None:
-        a = _softmax(scores, empty)
-    else:
-        wide = wide_type(scores.dtype)
-        distances = _distances(window, scores).to(wide)
-        mask = span_mask(weights.span.to(wide), distances, settings.max_span, settings.ramp)
-        weigh = _mask_and_renormalize if settings.normalization == "window" else _masked_softmax
-        a = weigh(scores, mask, empty)
-    a = _dropout(a, settings, state).to(block_BMD.dtype)
+        return _softmax(scores, empty)
+    wide = wide_type(scores.dtype)
+    distances = _distances(window, scores).to(wide)
+    mask = span_mask(weights.span.to(wide), distances, settings.max_span, settings.ramp)
+    weigh = _mask_and_renormalize if settings.normalization == "window" else _masked_softmax
+    return weigh(scores, mask, empty)
 
-    a_context = a[..., :window]
-    y_BHMK = _from_distance(a_context) @ v_BHSK
-    if settings.position_values == "shared":
-        y_BHMK = y_BHMK + a_context @ position_KW.transpose(0, 1)
-    if weights.persistent_value is not None:
-        y_BHMK = y_BHMK + a[..., window:] @ weights.persistent_value
-    return y_BHMK.transpose(1, 2).flatten(2).to(own)
+
+def _memory(block_BMD: Tensor, cache_BCD: Tensor, window: int) -> Tensor:
+    """What a block attends to, [B, W + M, D]."""
+    return torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
 
 
 def fit_cache(cache_BCD: Tensor, window: int) -> Tensor:

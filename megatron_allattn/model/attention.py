@@ -25,6 +25,7 @@ from megatron_allattn.parallel.random import DropoutKeys
 from megatron_allattn.parallel.residual import Residual
 
 OverContext = Callable[[Tensor, LayerWeights, BlockState], Tensor]  # an `Attend` with its cache and settings
+Observe = Callable[[Tensor, Tensor, LayerWeights, AttentionSettings, BlockState], None]  # is shown what an `Attend` is
 
 
 class HiddenStateCache(Protocol):
@@ -51,7 +52,8 @@ class BlockContext:
     windows: W of every layer of the network; cache: of this batch's streams; dropout_keys: None when evaluating;
     loss_scale: the factor by which the engine scales the main loss's gradient; look_back: how far each local head of
     every layer looks (model/span.py), None: its layer's whole window; attend: the attention backend of this pass, None:
-    the network's own; reread_caches: a cache is read once more in backward instead of being kept until then.
+    the network's own; observe: is shown what every layer's backend is given; reread_caches: a cache is read once more
+    in backward instead of being kept until then.
     """
 
     windows: tuple[int, ...]
@@ -60,6 +62,7 @@ class BlockContext:
     loss_scale: float = 1.0
     look_back: tuple[tuple[int, ...], ...] | None = None
     attend: Attend | None = None
+    observe: Observe | None = None
     reread_caches: bool = False
 
 
@@ -117,6 +120,8 @@ class SelfAttention(nn.Module):
         attend = context.attend or self.attend
 
         def over_context(block: Tensor, weights: LayerWeights, state: BlockState) -> Tensor:
+            if context.observe is not None:
+                context.observe(block, cached, weights, self.settings, state)
             return attend(block, cached, weights, self.settings, state)
 
         output = self.out(self.local_heads(hidden, over_context, weights, state))

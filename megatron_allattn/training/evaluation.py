@@ -12,7 +12,10 @@ import torch
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.streams import evaluation_blocks, num_evaluation_blocks
 from megatron_allattn.engine.interface import Engine
+from megatron_allattn.model.attention import Observe
 from megatron_allattn.parallel.collectives import all_reduce
+
+OBSERVED = 16
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,16 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, tokens: Tokens, max_blocks: int, given_up: Callable[[], bool] = lambda: False
+    engine: Engine,
+    tokens: Tokens,
+    max_blocks: int,
+    given_up: Callable[[], bool] = lambda: False,
+    observe: Observe | None = None,
 ) -> Evaluation | None:
     """Mean loss over at most `max_blocks` blocks of every stream (0: all whole ones). Collective.
 
-    given_up: asked before every block, on all ranks; None once it says so.
+    given_up: asked before every block, on all ranks; None once it says so. observe: is shown the attention of the last
+    OBSERVED blocks of the batch with the first global stream, at every layout the same tokens.
     """
     training = engine.run.training
     num_streams, seq_length, batch = training.global_batch_size, training.seq_length, engine.micro_batch_size
@@ -37,11 +45,15 @@ def evaluate(
     spans = engine.spans()
     slots = [engine.new_evaluation_slot(batch) for _ in range(engine.num_slots)]
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for block in evaluation_blocks(tokens, num_streams, seq_length, count, streams=engine.streams):
+    blocks = evaluation_blocks(tokens, num_streams, seq_length, count, streams=engine.streams)
+    for number, block in enumerate(blocks):
         if given_up():
             return None
         for index, slot in enumerate(slots):
             rows = slice(index * batch, (index + 1) * batch)
-            total += engine.evaluate_block(block.inputs[rows], block.targets[rows], spans, slot)
+            seen = number >= count - OBSERVED and index == engine.groups.data.rank == 0
+            total += engine.evaluate_block(
+                block.inputs[rows], block.targets[rows], spans, slot, observe if seen else None
+            )
     predicted = count * seq_length * num_streams
     return Evaluation(all_reduce(total, engine.groups.data).item() / predicted, predicted)

@@ -19,6 +19,7 @@ from megatron_allattn.engine.interface import StepResult
 from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.training.evaluation import evaluate
 from megatron_allattn.training.metrics import per_unit
+from megatron_allattn.training.observations import HeadUse, observe_evaluation
 from megatron_allattn.training.report import Console, header
 from megatron_allattn.training.schedules import learning_rate
 from megatron_allattn.training.session import Session
@@ -194,10 +195,14 @@ def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> 
         return None
     # One rank's number for all: they must never disagree about what follows from it.
     with session.watch.section("in the evaluation", session.run.parallel.evaluation_timeout_minutes):
-        found = evaluate(session.engine, tokens, training.eval_iters, session.agree_to_stop)
+        use = HeadUse() if kind == "valid" else None
+        found = evaluate(session.engine, tokens, training.eval_iters, session.agree_to_stop, use)
         result = broadcast_object(found, session.engine.groups.world)
-    if result is None:
-        return None
+        if result is None:
+            return None
+        if use is not None:
+            for record in observe_evaluation(session.engine, session.engine.spans(), use, session.step):
+                session.observations.write(record)
     unit = per_unit(result.loss, session.dataset.tokenizer.unit)
     session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})
     console.say(f"{kind} at step {session.step}: loss {result.loss:.4f} | {session.describe_loss(result.loss)}")

@@ -22,6 +22,7 @@ from megatron_allattn.checkpoint.files import (
 )
 from megatron_allattn.config import LoggingConfig, usage_error
 
+METRICS = "metrics.jsonl"
 Record = dict[str, Any]
 Mirror = Callable[[Record], None]
 
@@ -48,7 +49,7 @@ class Metrics:
     """Writes records on the first rank, does nothing on the others (`folder` None and `logging` None)."""
 
     def __init__(self, folder: Path | None, logging: LoggingConfig | None, config: Record) -> None:
-        self._path = folder / "metrics.jsonl" if folder is not None else None
+        self._path = folder / METRICS if folder is not None else None
         self._mirrors: dict[str, Mirror] = {}
         if logging is not None and (events := logging.tensorboard_dir) is not None:
             self._mirrors["tensorboard"] = _opened("--tensorboard-dir", events, lambda: _tensorboard(events))
@@ -80,12 +81,12 @@ class Metrics:
                 sync_file(self._path)
 
 
-def drop_records_after(folder: Path, step: int, kinds: Collection[str] = ()) -> int:
-    """Remove the records that a run resumed from the checkpoint of `step` makes again; returns how many there were.
+def drop_records_after(path: Path, step: int, kinds: Collection[str] = ()) -> int:
+    """Remove the records of a file that a run resumed from the checkpoint of `step` makes again; returns how many there
+    were.
 
     kinds: those that it makes again of `step` itself. Raises UsageError naming a line that is no record.
     """
-    path = folder / "metrics.jsonl"
     records = read_json_lines(path)
     for number, record in enumerate(records, start=1):
         at, kind = record.get("step"), record.get("kind")

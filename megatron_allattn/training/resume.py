@@ -20,7 +20,8 @@ from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_er
 from megatron_allattn.config.errors import flag
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.tokenizers import difference, tokenizer_from_json
-from megatron_allattn.training.metrics import drop_records_after
+from megatron_allattn.training.metrics import METRICS, drop_records_after
+from megatron_allattn.training.observations import OBSERVATIONS
 
 # What a run must be resumed with, by section of the configuration; None: with all of it.
 _Fixed = dict[str, tuple[str, ...] | None]
@@ -159,5 +160,7 @@ def trim_metrics(run_folder: Path | None, step: int, *, judged: bool, finished: 
     if run_folder is None:
         return []
     kinds = [*(() if judged else ("valid", "plateau")), *(("valid", "test") if finished else ())]
-    dropped = drop_records_after(run_folder, step, kinds)
+    kinds += ["heads", "memory"] if "valid" in kinds else []
+    drop_records_after(run_folder / OBSERVATIONS, step, kinds)
+    dropped = drop_records_after(run_folder / METRICS, step, kinds)
     return [f"metrics.jsonl: records after step {step} are made again (dropped {dropped})"] if dropped else []

@@ -44,6 +44,7 @@ from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
+from megatron_allattn.training.observations import Observations, observe_start
 from megatron_allattn.training.pace import PACE, record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
@@ -72,6 +73,7 @@ class Session:
     streams: TokenStreams
     engine: Engine
     metrics: Metrics
+    observations: Observations
     notes: list[str]
     watch: Watch
     stopping: int = 0
@@ -243,7 +245,8 @@ def open_session(
     notes += agreed(lambda: _prepare_run_folder(run, step_folder) if groups.rank == 0 else [])
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
-    session = Session(run, dataset, streams, engine, metrics, [*notes, *skipped], watch)
+    observations = Observations(run.checkpoint.save if groups.rank == 0 else None)
+    session = Session(run, dataset, streams, engine, metrics, observations, [*notes, *skipped], watch)
     session.notes += _pipeline_notes(groups.pipeline.size, engine.num_slots, engine.micro_batch_size)
     session.notes.append(f"attention: {attention.note}")
     session.notes.append(f"fused ops: {fused.note}")
@@ -262,6 +265,7 @@ def open_session(
     if changes:
         told = {change.field: [change.then, change.now] for change in changes}
         metrics.write({"kind": "override", "step": session.step, "changes": told})
+    observations.write(observe_start(engine, session.step))
     return session
 
 

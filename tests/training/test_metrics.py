@@ -14,7 +14,7 @@ import pytest
 
 from megatron_allattn.config import LoggingConfig, UsageError
 from megatron_allattn.training import metrics
-from megatron_allattn.training.metrics import Metrics, check_sinks, drop_records_after, per_unit
+from megatron_allattn.training.metrics import METRICS, Metrics, check_sinks, drop_records_after, per_unit
 from tests.support.commands import ROOT
 
 
@@ -157,18 +157,18 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 def test_records_that_are_made_again_are_dropped(tmp_path: Path) -> None:
     records = written(tmp_path)
-    assert drop_records_after(tmp_path, 3) == 4
+    assert drop_records_after(tmp_path / METRICS, 3) == 4
     assert lines(tmp_path) == records[:4]
-    assert drop_records_after(tmp_path, 3) == 0
-    assert drop_records_after(tmp_path, 0) == 4
+    assert drop_records_after(tmp_path / METRICS, 3) == 0
+    assert drop_records_after(tmp_path / METRICS, 0) == 4
     assert lines(tmp_path) == []
 
 
 def test_last_evaluations_are_made_again_only_when_no_step_is_left(tmp_path: Path) -> None:
     records = written(tmp_path)
-    assert drop_records_after(tmp_path, 5) == 0
+    assert drop_records_after(tmp_path / METRICS, 5) == 0
     assert lines(tmp_path) == records
-    assert drop_records_after(tmp_path, 5, ("valid", "test")) == 2
+    assert drop_records_after(tmp_path / METRICS, 5, ("valid", "test")) == 2
     assert lines(tmp_path) == records[:6]
 
 
@@ -177,12 +177,12 @@ def test_a_plateau_at_the_last_step_is_not_made_again(tmp_path: Path) -> None:
     records = [{"kind": kind, "step": 5} for kind in ("train", "valid", "plateau", "test")]
     for record in records:
         Metrics(tmp_path, None, {}).write(record)
-    drop_records_after(tmp_path, 5, ("valid", "test"))
+    drop_records_after(tmp_path / METRICS, 5, ("valid", "test"))
     assert lines(tmp_path) == [records[0], records[2]]
 
 
 def test_a_run_without_records_gets_no_file(tmp_path: Path) -> None:
-    assert drop_records_after(tmp_path, 2) == 0
+    assert drop_records_after(tmp_path / METRICS, 2) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,10 +193,10 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(
         UsageError, match=f"^file {path}: line 2 has step .*; take the line out, or move the file away$"
     ):
-        drop_records_after(tmp_path, 1)
+        drop_records_after(tmp_path / METRICS, 1)
 
 
 def test_a_folder_in_place_of_the_records_is_named(tmp_path: Path) -> None:
     (path := tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UsageError, match=f"^file {path}: is not a regular file; move it away$"):
-        drop_records_after(tmp_path, 1)
+        drop_records_after(tmp_path / METRICS, 1)

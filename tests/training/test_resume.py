@@ -26,6 +26,7 @@ from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import ALONE, single_process_groups
 from megatron_allattn.training.loop import train
 from megatron_allattn.training.metrics import Metrics
+from megatron_allattn.training.observations import Observations
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import UNKNOWN_TOKENS, check_resume, find_checkpoint, trim_metrics
 from megatron_allattn.training.session import Session
@@ -68,7 +69,7 @@ def start(run: RunConfig) -> Session:
     initialize(network, training.seed)
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float64, FusedOps("torch"))
     watch = Watch(engine.groups, 60.0)
-    session = Session(run, dataset, streams, engine, Metrics(own, None, {}), [], watch)
+    session = Session(run, dataset, streams, engine, Metrics(own, None, {}), Observations(own), [], watch)
     step_folder, _ = find_checkpoint(run)
     if step_folder is not None:
         check_resume(run, dataset, step_folder)
