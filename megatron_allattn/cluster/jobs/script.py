@@ -122,6 +122,19 @@ def job_text(arguments: Sequence[str], options: JobOptions) -> str:
     return "\n".join(lines) + "\n"
 
 
+def array_text(elements: Sequence[Sequence[str]], options: JobOptions) -> str:
+    """The same for an array of jobs: with the arguments of each of its elements."""
+    assert elements
+    text = job_text([], options)
+    cases = (
+        f'{place}) arguments=({" ".join(map(shlex.quote, words))} "$@") ;;' for place, words in enumerate(elements)
+    )
+    chosen = "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
+    option = f"#SBATCH --array=0-{len(elements) - 1}"
+    first = next(line for line in text.splitlines() if line.startswith("#SBATCH"))
+    return text.replace(first, f"{option}\n{first}", 1).replace('arguments=( "$@")', chosen, 1)
+
+
 def write_job(folder: Path, arguments: Sequence[str], options: JobOptions) -> Path:
     """Write that script as FOLDER/job.sbatch, to be submitted with `sbatch`. Raises StorageError."""
     path = folder / NAME
