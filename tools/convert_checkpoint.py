@@ -4,7 +4,8 @@
     python tools/convert_checkpoint.py --to adaptive-span --load RUN --output checkpoint.pt
 
 Formats:
-    adaptive-span   a .pt file of the paper's published code: weights, optimizer state and step
+    adaptive-span   a .pt file of the paper's published code: weights, optimizer state and step. That code knows
+                    --span-normalization window alone; of a run with the other one it is told how far apart they are
     safetensors     one file with the weights, and in its header all that is needed to use them here
     shards          a folder for every rank of a TP × PP grid, mp_rank_XX_YYY, as Megatron-LM lays them out: weights,
                     optimizer state and step; with --tensor-model-parallel-size, --pipeline-model-parallel-size and
@@ -29,6 +30,7 @@ A flag that contradicts the file is an error. A file of somebody else is safe to
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -39,6 +41,8 @@ from megatron_allattn.config.reporting import run_program, tell_early_interrupts
 
 if __name__ == "__main__":
     tell_early_interrupts()  # torch is loaded next
+
+import torch
 
 from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
@@ -58,7 +62,7 @@ from megatron_allattn.config import (
     UsageError,
     parse,
 )
-from megatron_allattn.config.checks import field_types
+from megatron_allattn.config.checks import check_text, field_types
 from megatron_allattn.config.errors import flag, usage_error
 from megatron_allattn.data.code_vocabulary import tokenizer_of
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
@@ -69,6 +73,7 @@ NOT_KEPT = (
     "note: the run's place in the data and its caches are not in it: who goes on from it begins the data anew, with "
     "empty caches"
 )
+NORMALIZATION = "that code normalizes over a layer's window, with 1e-8 added, and not over each head's span"
 WEIGHTS_ALONE = "note: it has the weights alone: a run from it begins at step 0, with a new optimizer and schedule"
 
 
@@ -101,6 +106,8 @@ def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
         f"{output}: step {found.step}, {parameters:,} parameters, {run.optimizer.optimizer}, {tokenizer.name} tokens"
     ]
     model = run.model
+    if model.adaptive_span and "--span-normalization" not in given.explicit:
+        lines.append(f"note: --span-normalization {model.span_normalization}: {NORMALIZATION}")
     unsaid = {"--span-ramp": model.span_ramp, "--span-loss": model.span_loss} if model.adaptive_span else {}
     unsaid |= {"--attention-dropout": model.attention_dropout, "--embedding-dropout": model.embedding_dropout}
     assumed = [f"{name} {value}" for name, value in unsaid.items() if name not in given.explicit]
@@ -135,7 +142,7 @@ def read_tokenizer(path: Path | None, model: ModelConfig, vocab_size: int) -> To
         raise UsageError(f"--vocabulary {path}: {error}") from None
 
 
-def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
+def to_adaptive_span(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     """A run's checkpoint → a .pt file of the paper's code; lines that say what it holds."""
     run, progress, step = saved.run, saved.progress, saved.state["step"]
     if step and not saved.optimizer.names:
@@ -147,8 +154,8 @@ def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
         run,
         step - progress.skipped,
         learning_rate(run.optimizer, run.training.train_iters, step, dropped_at),
-        saved.weights.read,
-        saved.optimizer.read if saved.optimizer.names else None,
+        saved.weights.map,
+        saved.optimizer.map if saved.optimizer.names else None,
         source if source.get("format") == adaptive_span.FORMAT else None,
     )
     write_pickled(output, content)
@@ -160,10 +167,18 @@ def to_adaptive_span(saved: SavedRun, output: Path, _: Wanted) -> str:
     if run.optimizer.optimizer == "adam" and run.optimizer.clip_grad:
         lines.append(f"note: the file does not say that gradients are clipped at {run.optimizer.clip_grad}")
     if run.model.adaptive_span and run.model.span_normalization != "window":
-        lines.append("note: that code normalizes over a layer's window, with 1e-8 added, and not over each head's span")
+        lines.append(f"note: {NORMALIZATION}{_apart(saved) if wanted.compare_logits else ''}")
     if run.optimizer.lr_decay_style != "constant":
         lines.append(f"note: that code has no {run.optimizer.lr_decay_style} decay, its rate stays as it is")
     return "\n".join(lines)
+
+
+def _apart(saved: SavedRun) -> str:
+    """How far the log-probabilities with that code's normalization are from the run's own."""
+    run, ids = saved.run, torch.arange(export.TRIED)[None] % saved.state["vocab_size"]
+    theirs = replace(saved, run=replace(run, model=replace(run.model, span_normalization="window")))
+    apart = (export.log_probabilities(saved, ids) - export.log_probabilities(theirs, ids)).abs().max().item()
+    return f": log-probabilities of {export.TRIED} tokens differ by {apart:.1e} at most"
 
 
 def from_safetensors(source: Path, output: Path, _: Given) -> str:
@@ -223,6 +238,7 @@ FORMATS = {
     export.FORMAT: Format(from_huggingface, to_huggingface),
 }
 COMPARE = "--no-compare-logits"
+COMPARED = (export.FORMAT, adaptive_span.FORMAT)
 GRID: dict[str, type] = {
     "tensor_model_parallel_size": int,
     "pipeline_model_parallel_size": int,
@@ -260,7 +276,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "run's step (with --from); else tokens are numbers, and nothing can check that data fits"
     )
     parser.add_argument("--vocabulary", type=Path, metavar="FILE", help=help_text)
-    parser.add_argument(COMPARE, action="store_true", help="compare tensors alone (with --to huggingface)")
+    parser.add_argument(COMPARE, action="store_true", help=f"compare tensors alone (with --to {' or '.join(COMPARED)})")
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
     parser.add_argument("--recipe", **passed_on)
@@ -290,7 +306,7 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     given = [one.partition("=")[0] for one in options.flags]
     if options.target != shards.FORMAT:
         ignored += [flag(name) for name in GRID if getattr(options, name) is not None]
-    if options.target != export.FORMAT and options.no_compare_logits:
+    if options.target not in COMPARED and options.no_compare_logits:
         ignored.append(COMPARE)
     if options.source == export.FORMAT:
         model = {flag(name) for name in field_types(ModelConfig)}
@@ -306,6 +322,8 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
+        for path in (options.file, options.load, options.output):
+            check_text(str(path))
         check_new(options.output)
         check_outside("--output", options.output)
         if options.source:

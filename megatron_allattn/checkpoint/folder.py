@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -48,6 +48,9 @@ from megatron_allattn.config.json_files import parse_json, read_bytes
 
 FORMAT, VERSION = "megatron-allattn-checkpoint", 1
 MANIFEST = "manifest.json"
+Hashed = tuple[Path, str]
+"""A file, and the SHA-256 that it is to have."""
+Check = Callable[[Sequence[Hashed]], None]
 _OTHER = "name another step"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
@@ -106,7 +109,7 @@ def commit(temporary: Path, step: int, *, replace: bool = False, hashes: Mapping
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder's save has ended: marker, manifest and all sizes agree (`verify` reads the bytes too)."""
-    return _why_unusable(folder, check_bytes=False) is None
+    return _why_unusable(folder, None) is None
 
 
 class Damaged(UsageError):
@@ -133,11 +136,17 @@ def told_if_gone(folder: Path) -> Iterator[None]:
         raise Gone(f"{folder}: {rule}; try again, or name a step that is kept") from error
 
 
-def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | None = None) -> tuple[Path, list[str]]:
+def check_hashes(files: Sequence[Hashed]) -> None:
+    """UsageError naming the first of these files that has another SHA-256, or cannot be read."""
+    for path, expected in files:
+        check_sha256(path, expected)
+
+
+def find_latest(run_folder: Path, *, check: Check | None = None, way_out: str | None = None) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
     A step whose save has not ended is passed over, and so is one that is damaged unless there is a `way_out` to name:
-    then it raises Damaged where there is an older one. With `check_bytes` a folder must also pass `verify`. Reads only;
+    then it raises Damaged where there is an older one. With a `check` a folder must also pass `verify`. Reads only;
     where the run deletes meanwhile what is looked at, it has a newer one, and is looked at again.
     Raises UsageError when the run has none.
     """
@@ -151,9 +160,9 @@ def find_latest(run_folder: Path, *, check_bytes: bool = False, way_out: str | N
     candidates, skipped = _candidates(run_folder)
     damaged = None
     for path in candidates:
-        if (reason := _why_no_candidate(path) or _why_unusable(path, check_bytes)) is not None:
+        if (reason := _why_no_candidate(path) or _why_unusable(path, check)) is not None:
             if not path.exists() and path != _step_named(run_folder):
-                return find_latest(run_folder, check_bytes=check_bytes, way_out=way_out)
+                return find_latest(run_folder, check=check, way_out=way_out)
             if damaged is None and way_out is not None and _was_complete(run_folder, path):
                 damaged = Damaged(path, f"{reason}; {way_out}")
             skipped.append(f"{path}: {reason}")
@@ -189,13 +198,13 @@ def _step_named(run_folder: Path) -> Path | None:
     return run_folder / FOLDER / name if STEP_NAME.fullmatch(name) else None
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
+def find(path: Path, check: Check = check_hashes) -> tuple[Path, list[str]]:
     """The newest step of a run folder, or one step folder, of which every byte is right, and as of `find_latest` what
     was passed over. Raises UsageError."""
     if (path / FOLDER).is_dir() or not (path / MANIFEST).exists():
-        return find_latest(path, check_bytes=True, way_out="name an older step folder to take that")
+        return find_latest(path, check=check, way_out="name an older step folder to take that")
     with told_if_gone(path):
-        verify(path)
+        verify(path, check)
     return path, []
 
 
@@ -233,16 +242,16 @@ def _free_name(path: Path, why: str) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def verify(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
-    """Check every byte, or sizes alone, of a step folder against its manifest, which is returned.
+def verify(folder: Path, check: Check | None = check_hashes) -> dict[str, Any]:
+    """Check every byte of a step folder against its manifest, which is returned; sizes alone without a `check`.
 
     Raises UsageError that names the file, what was expected and what was found: no or another marker, a file that is
     missing, has another size or SHA-256, or a tensor file that the manifest does not list.
     """
     manifest = _read_manifest(folder)
     _check_sizes(folder, manifest)
-    for name, entry in manifest["files"].items() if every_byte else ():
-        check_sha256(folder / name, entry["sha256"])
+    if check is not None:
+        check([(folder / name, entry["sha256"]) for name, entry in manifest["files"].items()])
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest["files"]:
             raise UsageError(f"{path}: expected no such file (the manifest does not list it), found one")
@@ -356,10 +365,10 @@ def _why_no_candidate(path: Path) -> str | None:
     return None
 
 
-def _why_unusable(folder: Path, check_bytes: bool) -> str | None:
+def _why_unusable(folder: Path, check: Check | None) -> str | None:
     try:
-        if check_bytes:
-            verify(folder)
+        if check is not None:
+            verify(folder, check)
         else:
             _check_sizes(folder, _read_manifest(folder))
     except Unreadable:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
-from megatron_allattn.checkpoint.folder import MANIFEST, Damaged, Gone, find_latest, told_if_gone, verify
+from megatron_allattn.checkpoint.folder import MANIFEST, Damaged, Gone, check_hashes, find_latest, told_if_gone, verify
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
 from megatron_allattn.checkpoint.run_folder import FOLDER, MARKER, STEP_NAME, run_around
 from megatron_allattn.config.errors import Unreadable, UsageError
@@ -108,7 +108,7 @@ def _look(path: Path, skipped: list[str], *, every_byte: bool) -> Inspection:
 def _inspect_step(path: Path, skipped: list[str], *, every_byte: bool) -> Inspection:
     problems: list[str] = []
     try:
-        verify(path, every_byte=every_byte)
+        verify(path, check_hashes if every_byte else None)
     except Unreadable:
         raise
     except UsageError as error:

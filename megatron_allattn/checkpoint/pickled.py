@@ -4,7 +4,7 @@ Such a file is a program for Python's unpickler. It is read with `torch.load(wei
 and plain values and refuses everything else. Older releases of torch can be made to run code all the same
 (CVE-2025-32434 before 2.6, CVE-2026-24747 before 2.10), so nothing is opened with one of those. Neither torch nor the
 format notices a flipped bit; the archive's own check sums do, so they are compared first (files of torch before 1.6 are
-no archives and have none).
+no archives and have none). An archive's tensors are mapped, not read: each is in memory while it is used.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_allattn.checkpoint.files import made_whole, storage_errors
+from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, usage_error
 
@@ -41,7 +42,7 @@ def read_pickled(path: Path) -> Any:
         _check_sums(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except UsageError:
         raise
     except OSError as error:
@@ -76,12 +77,34 @@ def _reason(path: Path, error: Exception) -> str:
 
 
 def write_pickled(path: Path, content: Any) -> None:
-    """Write `content` by `torch.save` under a temporary name, flush it and give it its name. Nothing is replaced.
+    """Write `content` by `torch.save` under a temporary name, flush it, read it back and give it its name. Nothing is
+    replaced.
 
-    Raises UsageError: `path` exists or its folder does not; StorageError: it cannot be written, nothing is then left.
+    Raises UsageError: `path` exists or its folder does not, or what is read back is not what was written; StorageError:
+    it cannot be written. Nothing is then left.
     """
     with made_whole(path) as temporary:
         dump(temporary, content, path)
+        if (place := _difference(content, read_pickled(temporary))) is not None:
+            raise usage_error("file", path, f"does not read back what was written: {place}", "write it to another disk")
+
+
+def _difference(written: Any, read: Any, place: str = "content") -> str | None:
+    """Where two nested contents differ first, in a bit of a tensor or in anything else; None where they do not."""
+    if type(written) is not type(read):
+        return place
+    if isinstance(written, dict):
+        inner = ((written[key], read[key], f"{place}/{key}") for key in written.keys() & read.keys())
+        same = list(written) == list(read)
+    elif isinstance(written, list | tuple):
+        inner = (
+            (one, other, f"{place}/{index}") for index, (one, other) in enumerate(zip(written, read, strict=False))
+        )
+        same = len(written) == len(read)
+    else:
+        same = same_bits(written, read) if isinstance(written, torch.Tensor) else written == read
+        return None if same else place
+    return next((found for one in inner if (found := _difference(*one)) is not None), None if same else place)
 
 
 def dump(path: Path, content: Any, known_as: Path | None = None) -> None:

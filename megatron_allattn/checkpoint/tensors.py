@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from megatron_allattn.checkpoint.files import storage_errors
@@ -236,14 +237,18 @@ class TensorReader:
     def names(self) -> list[str]:
         return list(self.infos)
 
+    def map(self, name: str) -> torch.Tensor:
+        """One tensor as it lies on the disk, to be read as it is used and never written to. As `read`, but that an
+        error of the disk is told when the tensor is used, by a signal (SIGBUS)."""
+        path, info, dtype = self._found(name)
+        if not info.num_bytes:
+            return torch.empty(info.shape, dtype=dtype)
+        values = np.memmap(path, np.uint8, "c", self._start_of[name], (info.num_bytes,))
+        return torch.from_numpy(values).view(dtype).view(info.shape)
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in its own memory on the CPU. Raises UsageError: none of this name, or of another type."""
-        if name not in self._path_of:
-            raise UsageError(f"tensor {name}: not in this checkpoint ({len(self.infos)} tensors)")
-        path, info = self._path_of[name], self.infos[name]
-        dtype = next((dtype for dtype, known in DTYPE_NAMES.items() if known == info.dtype), None)
-        if dtype is None:
-            raise UsageError(f"{path}: tensor {name} is of type {info.dtype}, which is not read here")
+        path, info, dtype = self._found(name)
         try:
             tensor = torch.empty(info.shape, dtype=dtype)
         except RuntimeError:  # of no elements, since the header fits the file, but torch computes with the other sizes
@@ -259,6 +264,16 @@ class TensorReader:
         if left:
             raise UsageError(f"{path}: tensor {name}: {len(left):,} bytes are missing")
         return tensor
+
+    def _found(self, name: str) -> tuple[Path, TensorInfo, torch.dtype]:
+        """The file of a tensor, and what it is."""
+        if name not in self._path_of:
+            raise UsageError(f"tensor {name}: not in this checkpoint ({len(self.infos)} tensors)")
+        path, info = self._path_of[name], self.infos[name]
+        dtype = next((dtype for dtype, known in DTYPE_NAMES.items() if known == info.dtype), None)
+        if dtype is None:
+            raise UsageError(f"{path}: tensor {name} is of type {info.dtype}, which is not read here")
+        return path, info, dtype
 
 
 def _numbered_files(folder: Path, prefix: str) -> list[Path]:

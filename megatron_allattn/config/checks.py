@@ -26,6 +26,14 @@ def check_regular(what: str, path: Path, fix: str) -> None:
         raise usage_error(what, path, "is not a regular file", fix)
 
 
+def check_text(word: str) -> None:
+    """UsageError for an argument of bytes that make no characters, which no file of ours could name."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise usage_error("argument", word, "is not UTF-8", "rename what it names") from None
+
+
 def check_output(flag: str, path: Path | None) -> None:
     """UsageError for a file that cannot be written: told before the work whose result it is to hold."""
     if path is None:

@@ -13,7 +13,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_allattn.config.checks import default_of, describe_type, field_types
+from megatron_allattn.config.checks import check_text, default_of, describe_type, field_types
 from megatron_allattn.config.dry_run import DryRunConfig
 from megatron_allattn.config.ds_config import read_zero_stage
 from megatron_allattn.config.errors import UsageError, flag, usage_error
@@ -125,6 +125,8 @@ def parse_command(argv: Sequence[str]) -> Command:
     Raises:
         UsageError: the first mistake, in one line.
     """
+    for word in argv:
+        check_text(word)
     given, wants_help = _read(argv)
     recipe = _recipe(given)
     default = _CommandLine(**{one.name: getattr(recipe, one.name) for one in dataclasses.fields(recipe)})

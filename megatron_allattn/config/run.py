@@ -7,6 +7,7 @@ The path from a flag to a line of code is short: `--tensor-model-parallel-size` 
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -216,8 +217,8 @@ class CheckpointConfig:
 
     @property
     def goes_on(self) -> bool:
-        """Whether --load is --save: the run goes on in its own folder."""
-        return self.load is not None and self.save is not None and self.load.absolute() == self.save.absolute()
+        """Whether --load is --save, by whichever name: the run goes on in its own folder."""
+        return self.load is not None and self.save is not None and realpath(self.load) == realpath(self.save)
 
 
 @dataclass(frozen=True, kw_only=True)

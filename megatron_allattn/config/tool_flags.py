@@ -3,9 +3,10 @@
 import argparse
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NoReturn
 
-from megatron_allattn.config.checks import LARGEST
+from megatron_allattn.config.checks import LARGEST, check_text
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.run import ParallelConfig
 
@@ -39,7 +40,11 @@ class ToolParser(argparse.ArgumentParser):
                     raise usage_error("flag", name, "is given twice", "give it once")
                 given.add(name)
             words.append(name + equals + value)
-        return super().parse_args(words)
+        options = super().parse_args(words)
+        for value in vars(options).values():
+            if isinstance(value, Path):
+                check_text(str(value))
+        return options
 
     def add_rank_flags(self) -> None:
         """The layout, the precision, and what launchers add."""

@@ -6,12 +6,14 @@ and keeps its shard in the precision that is asked for.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint.shared_check import with_shared_check
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ParallelConfig, RunConfig, check_world
 from megatron_allattn.kernels.fused import FusedOps
@@ -49,7 +51,7 @@ def load_model(path: Path, groups: Groups, device: torch.device, dtype: torch.dt
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
-    found = agreed(lambda: folder.find(path) if groups.rank == 0 else None)
+    found = agreed(lambda: with_shared_check(partial(folder.find, path), groups.world))
     step_folder, notes = broadcast_object(found, groups.world)
     state = agreed(lambda: save.read_state(step_folder, save.MODEL_FIELDS))
     run = agreed(lambda: _configuration(step_folder, state, groups))

@@ -50,8 +50,10 @@ class Change:
         return f"{flag(self.field)} {self.then} (now {self.now})"
 
 
-def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
+def find_checkpoint(run: RunConfig, check: folder.Check) -> tuple[Path | None, list[str]]:
     """The newest step of --load; None where --load is --save and nothing has been saved: the run begins.
+
+    check: of its files (`with_shared_check`).
 
     Raises UsageError where it is damaged, unless --load-fallback allows an older one.
     """
@@ -61,7 +63,7 @@ def find_checkpoint(run: RunConfig) -> tuple[Path | None, list[str]]:
     if run.checkpoint.goes_on and not has_saved(load) and run_around(load) is None:
         return None, []
     way_out = None if run.checkpoint.load_fallback else "give --load-fallback to go on from an older step"
-    return folder.find_latest(load, check_bytes=True, way_out=way_out)
+    return folder.find_latest(load, check=check, way_out=way_out)
 
 
 def is_converted(state: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
+from megatron_allattn.checkpoint.shared_check import with_shared_check
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
 from megatron_allattn.config.errors import as_mistake
 from megatron_allattn.config.parameters import count_parameters
@@ -234,7 +235,7 @@ def open_session(
     fused = agreed(lambda: _fused(run, device))
     attention = agreed(lambda: backend_of(run.model, run.training.attention_backend, device, precision_of(run)))
     agreed(lambda: check_zero_settings(run, groups.world.size))  # imports DeepSpeed, which takes a while
-    source = agreed(lambda: find_checkpoint(run) if groups.rank == 0 else None)
+    source = agreed(lambda: with_shared_check(partial(find_checkpoint, run), groups.world))
     step_folder, skipped = broadcast_object(source, groups.world)
     changes = agreed(lambda: check_resume(run, dataset, step_folder)) if step_folder is not None else []
     metrics = agreed(

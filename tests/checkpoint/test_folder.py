@@ -16,6 +16,7 @@ from megatron_allattn.checkpoint.folder import (
     Damaged,
     abort,
     begin,
+    check_hashes,
     commit,
     find_latest,
     retain,
@@ -136,14 +137,14 @@ def test_foreign_and_incomplete_names_are_passed_over_and_kept(tmp_path: Path):
     assert _entries(tmp_path) == sorted([*before, "step_00001000"])
 
 
-def test_check_bytes_passes_over_a_damaged_step(tmp_path: Path):
+def test_a_check_passes_over_a_damaged_step(tmp_path: Path):
     good, damaged = _save(tmp_path, 1), _save(tmp_path, 2)
     path = damaged / "weights-00002.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     assert find_latest(tmp_path)[0] == damaged
-    folder, skipped = find_latest(tmp_path, check_bytes=True)
+    folder, skipped = find_latest(tmp_path, check=check_hashes)
     assert folder == good
     assert skipped[0].startswith(f"{damaged}: {path.name}: damaged: expected SHA-256 ")
 
@@ -377,7 +378,7 @@ def test_a_step_that_may_not_be_read_is_not_taken_for_damaged(tmp_path: Path, wh
     mode = locked.stat().st_mode
     locked.chmod(0)
     try:
-        found = _as_another_user(lambda: find_latest(run, check_bytes=True, way_out=way_out))
+        found = _as_another_user(lambda: find_latest(run, check=check_hashes, way_out=way_out))
     finally:
         locked.chmod(mode)
     assert found[0] == 1 and "Permission denied" in found[1] and "damaged" not in found[1].lower()
@@ -414,7 +415,7 @@ def test_a_disk_that_cannot_give_a_file_any_more_is_damage(tmp_path: Path, monke
         return sha256_of(path)
 
     monkeypatch.setattr("megatron_allattn.checkpoint.files.sha256_of", fail)
-    found, skipped = find_latest(run, check_bytes=True)
+    found, skipped = find_latest(run, check=check_hashes)
     assert found.name == "step_00000001" and "cannot be read (Input/output error)" in skipped[0]
 
 

@@ -170,3 +170,28 @@ def test_a_clean_up_that_fails_hides_no_error(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(StorageError, match=r"b\.txt: the folder is not writable: .*permissions"):
         write_text_atomic(tmp_path / "b.txt", "text")
+
+
+@pytest.mark.parametrize(
+    ("read", "place"),
+    [
+        ({"model": {"a": torch.arange(2000.0) + 1e-3}, "step": 3}, "content/model/a"),
+        ({"model": {"a": torch.arange(2000)}, "step": 3}, "content/model/a"),
+        ({"model": {"a": torch.arange(2000.0)}, "step": 4}, "content/step"),
+        ({"model": {"a": torch.arange(2000.0)}}, "content"),
+        ({"model": [torch.arange(2000.0)], "step": 3}, "content/model"),
+    ],
+)
+def test_what_is_not_read_back_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, place: str
+) -> None:
+    monkeypatch.setattr("megatron_allattn.checkpoint.pickled.read_pickled", lambda _: read)
+    with pytest.raises(UsageError, match=f"a.pt: does not read back what was written: {place};"):
+        write_pickled(tmp_path / "a.pt", CONTENT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nan_and_tuples_are_read_back(tmp_path: Path) -> None:
+    write_pickled(
+        tmp_path / "a.pt", {"a": torch.tensor([float("nan"), -0.0]), "betas": (0.9, 0.99), "none": [None, ""]}
+    )

@@ -17,7 +17,7 @@ import torch
 
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header
-from megatron_allattn.checkpoint.tensors import TensorReader, TensorWriter, info_of, write_files
+from megatron_allattn.checkpoint.tensors import TensorReader, TensorWriter, info_of, same_bits, write_files
 from megatron_allattn.config.errors import UsageError
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.template import ROOT
@@ -252,3 +252,20 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str):
     with pytest.raises(UsageError, match=message) as caught:
         read_header(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_is_mapped_is_the_one_that_is_read(tmp_path: Path):
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),  # what follows it begins at an odd byte of the file
+        "a": torch.randn(5, 7),
+        "none": torch.empty(0, 3),
+        "half": torch.randn(9).bfloat16(),
+        "number": torch.tensor(2.5, dtype=torch.float64),
+    }
+    write_tensors_to(tmp_path, "weights", tensors)
+    reader = TensorReader(tmp_path, "weights")
+    for name, tensor in tensors.items():
+        assert same_bits(reader.map(name), tensor) and same_bits(reader.read(name), tensor)
+        assert reader.map(name).untyped_storage().nbytes() == tensor.nbytes
+    with pytest.raises(UsageError, match="tensor c: not in this checkpoint"):
+        reader.map("c")

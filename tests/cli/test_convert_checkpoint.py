@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, Tra
 from megatron_allattn.data.indexed import IndexedWriter
 from megatron_allattn.data.tokenizers import NullTokenizer
 from megatron_allattn.engine.plain import PlainEngine
+from megatron_allattn.hf.export import log_probabilities
 from megatron_allattn.inference.model import load_model
 from megatron_allattn.inference.scoring import score
 from megatron_allattn.kernels.fused import FusedOps
@@ -29,6 +31,7 @@ from megatron_allattn.parallel.groups import Groups, single_process_groups
 from tests.support.checkpoints import read_tensors
 from tests.support.commands import run_ranks
 from tests.support.pool import WorkerPools
+from tests.support.saved_runs import saved_run
 from tests.support.span_files import SHAPES, assert_equal, content
 from tests.support.template import ROOT, Template
 from tests.support.tools import Tool, in_process
@@ -59,7 +62,9 @@ def test_what_is_assumed_is_told(tool: Tool, tmp_path: Path) -> None:
     given = ["--span-ramp", "32", "--span-loss", "0", "--attention-dropout", "0"]
     output = tool(*FROM, CHAR, "--output", tmp_path / "b", *given)[1]
     assert output.endswith("this is assumed: --embedding-dropout 0.0\n")
-    assert "note" not in tool(*FROM, CHAR, "--output", tmp_path / "c", *given, "--embedding-dropout", "0.1")[1]
+    assert "note: --span-normalization window: that code normalizes over a layer's window, " in output
+    given += ["--embedding-dropout", "0.1", "--span-normalization", "window"]
+    assert "note" not in tool(*FROM, CHAR, "--output", tmp_path / "c", *given)[1]
 
 
 def test_a_pipe_in_the_place_of_a_vocabulary_is_refused(tool: Tool, tmp_path: Path) -> None:
@@ -89,6 +94,8 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
         "run: step 120, 71,753 parameters, adagrad, null tokens\n"
+        "note: --span-normalization window: that code normalizes over a layer's window, with 1e-8 added, and not over "
+        "each head's span\n"
         "note: the file does not say it, and this is assumed: --span-loss 1e-06, --attention-dropout 0.0, "
         "--embedding-dropout 0.0\n"
     )
@@ -178,7 +185,7 @@ def test_a_converted_run_scores_what_the_papers_code_does(
     unsaid = ("--span-ramp", 16, "--span-loss", 0, "--attention-dropout", 0, "--embedding-dropout", 0)
     vocabulary = ("--vocabulary", path.with_suffix(".json"))
     code, output, _ = tool(*FROM, path, "--output", tmp_path / "run", *vocabulary, *unsaid)
-    assert code == 0 and output.endswith(f", {'char' if path == CHAR else 'word'} tokens\n")
+    assert code == 0 and output.splitlines()[0].endswith(f", {'char' if path == CHAR else 'word'} tokens")
     found = pools(2).run(_score, str(tmp_path / "run"), beside["tokens"], beside["block"])
     assert found == [pytest.approx(beside["mean_nll"], rel=5e-7)] * 2
 
@@ -376,3 +383,23 @@ def test_a_damaged_checkpoint_is_not_exported(tool: Tool, tmp_path: Path) -> Non
     code, _, errors = tool(*TO, "--load", tmp_path / "run", "--output", tmp_path / "b.pt")
     assert code == 2 and "weights-00001.safetensors: damaged" in errors and errors.count("\n") == 1
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_what_another_normalization_changes_is_measured(tool: Tool, tmp_path: Path) -> None:
+    """A head that sees little of what it would like to look at: there the 1e-8 of the paper's code counts."""
+    saved = saved_run(tmp_path / "run", replace(MODELS["plain"], span_normalization="span"), optimizer="adagrad")
+    output = tool(*TO, "--load", tmp_path / "run", "--output", tmp_path / "a.pt")[1]
+    (told,) = re.findall(r"not over each head's span: log-probabilities of 24 tokens differ by (\S+) at most", output)
+    back = ("--output", tmp_path / "back", "--span-ramp", "8", "--lr-warmup-iters", "0")
+    assert tool(*FROM, tmp_path / "a.pt", *back)[0] == 0
+    ids = torch.arange(24)[None] % saved.state["vocab_size"]
+    own, theirs = (log_probabilities(one, ids) for one in (saved, read_run(tmp_path / "back")))
+    assert float(told) == pytest.approx((own - theirs).abs().max().item(), rel=0.05) and float(told) > 0
+    output = tool(*TO, "--load", tmp_path / "run", "--output", tmp_path / "b.pt", "--no-compare-logits")[1]
+    assert "and not over each head's span\n" in output
+
+
+def test_a_name_that_is_no_text_is_refused(tool: Tool, tmp_path: Path) -> None:
+    code, _, errors = tool(*FROM, CHAR, "--output", os.fsdecode(os.fsencode(tmp_path) + b"/a\xff"))
+    assert code == 2 and errors.endswith("/a\\udcff: is not UTF-8; rename what it names\n")
+    assert not list(tmp_path.iterdir())

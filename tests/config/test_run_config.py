@@ -75,3 +75,13 @@ def test_sections_are_frozen_and_field_names_unique() -> None:
         RunConfig().model.num_layers = 3  # type: ignore[misc]
     names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
     assert len(names) == len(set(names))
+
+
+def test_a_run_goes_on_in_its_folder_by_whichever_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "loop").symlink_to("loop")
+    for load in (tmp_path / "run", tmp_path / "link", tmp_path / "link/../run", tmp_path / "other/../run"):
+        assert CheckpointConfig(save=tmp_path / "run", load=load).goes_on, load
+    for load in (tmp_path, tmp_path / "loop", tmp_path / "run/run", None):
+        assert not CheckpointConfig(save=tmp_path / "run", load=load).goes_on, load

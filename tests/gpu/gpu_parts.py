@@ -259,7 +259,7 @@ def checkpoint(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         going, loaded = (build(sizes.run, 256, device, torch.bfloat16) for _ in range(2))
         losses_of(going, text.train, sizes.beside)
         save.save(Path(path), sizes.beside, going, {})
-        step_folder, _ = folder.find_latest(Path(path), check_bytes=True)
+        step_folder, _ = folder.find_latest(Path(path), check=folder.check_hashes)
         save.load(step_folder, loaded, going.slots[0].length)
         losses = [losses_of(engine, text.train, sizes.beside) for engine in (loaded, going)]
     yield compare("checkpoint, next steps", *losses, SAME_PRECISION)
