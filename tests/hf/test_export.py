@@ -27,7 +27,7 @@ TOKENIZERS: dict[str, Any] = {  # and a model
     "word": lambda: (WordTokenizer(["<eos>", *sorted(set(TEXT.split())), "<unk>"]), "adaptive tied"),
     "word adaptive": lambda: (WordTokenizer(["<eos>", "to", "that", "<unk>", *map(str, range(9))]), "adaptive"),
     "sentencepiece": lambda: (
-        SubwordLearner(vocab_size=270).learn(iter([TEXT.encode() * 3]), iter([]), 3),
+        SubwordLearner(vocab_size=272).learn(iter([TEXT.encode() * 3]), iter([]), 3),
         "window",
     ),
 }
