@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizer
 
@@ -177,8 +177,8 @@ def vocabulary_of(description: dict[str, Any], model: bytes | None) -> Vocabular
 class AllAttentionTokenizer(PreTrainedTokenizer):
     """A tokenizer of a model that pretrain.py has trained, or any other with such a vocabulary."""
 
-    vocab_files_names: ClassVar[dict[str, str]] = FILES
-    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
+    vocab_files_names = FILES
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 (as the base class has it)
     padding_side = "left"
 
     def __init__(self, description_file: str | None = None, model_file: str | None = None, **others: Any) -> None:
@@ -220,13 +220,20 @@ class AllAttentionTokenizer(PreTrainedTokenizer):
             for own, some in parts
         )
 
-    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **others: Any) -> str:
+    def _decode(
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **others: Any,
+    ) -> str:
         """A line end and an unknown word are text: skip_special_tokens leaves out what else is special, as padding."""
-        ids = token_ids if isinstance(token_ids, list | tuple) else [token_ids]
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
         if skip_special_tokens:
             text = {self._vocabulary.special.get(name) for name in ("eos_token", "unk_token")}
-            ids = [number for number in ids if number in text or number not in self.all_special_ids]
-        return super()._decode(ids, skip_special_tokens=False, **others)
+            left_out = set(self.all_special_ids) - text
+            ids = [number for number in ids if number not in left_out]
+        return super()._decode(ids, False, clean_up_tokenization_spaces, **others)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Its files, byte for byte."""
