@@ -85,15 +85,18 @@ def _tokens(tokenizer: Tokenizer) -> str:
 def _use(tokenizer: Tokenizer, oldest: str) -> str:
     more = ", sentencepiece" if isinstance(tokenizer, SentencePieceTokenizer) else ""
     own = not isinstance(tokenizer, NullTokenizer)
-    inputs = 'tokenizer(text, return_tensors="pt")' if own else "{'input_ids': torch.tensor([ids])}"
-    lines = [
-        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if own else ''}",
-        "",
-        "model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)",
-        *(["tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)"] if own else []),
-        f"output = model.generate(**{inputs}, max_new_tokens=100)",
-        *(["print(tokenizer.decode(output[0]))"] if own else []),
-    ]
+    names = "AutoModelForCausalLM, AutoTokenizer" if own else "AutoModelForCausalLM"
+    load = 'from_pretrained("FOLDER", trust_remote_code=True)'
+    lines = [*([] if own else ["import torch"]), f"from transformers import {names}", ""]
+    lines.append(f"model = AutoModelForCausalLM.{load}")
+    if own:
+        lines += [
+            f"tokenizer = AutoTokenizer.{load}",
+            'output = model.generate(**tokenizer("a text", return_tensors="pt"), max_new_tokens=100)',
+            "print(tokenizer.decode(output[0]))",
+        ]
+    else:
+        lines.append("output = model.generate(torch.tensor([[0, 1]]), max_new_tokens=100)")
     code = "\n".join(["```python", *lines, "```"])
     return f"Needs transformers {oldest} or newer{more} and torch; the code is in this folder.\n\n{code}"
 
@@ -103,7 +106,7 @@ def _evaluation(card: str | None) -> str:
         return (
             "Not given: `tools/evaluate.py --load RUN --json CARD` measures it, `--evaluation-card CARD` adds it here."
         )
-    return f"Every token but the first is scored once, with its full context:\n\n```text\n{card}\n```"
+    return f"As `tools/evaluate.py` printed it:\n\n```text\n{card}\n```"
 
 
 def _training(saved: SavedRun) -> str:

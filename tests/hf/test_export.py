@@ -10,7 +10,14 @@ import torch
 
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.config import RunConfig, UsageError
-from megatron_allattn.data.tokenizers import ByteTokenizer, CharTokenizer, SubwordLearner, WordTokenizer
+from megatron_allattn.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    NullTokenizer,
+    SubwordLearner,
+    Tokenizer,
+    WordTokenizer,
+)
 from megatron_allattn.hf import export, tokenizer_files
 from tests.support.layouts import rest
 from tests.support.saved_runs import MODELS, VOCABULARY, same_weights, saved_run
@@ -107,6 +114,22 @@ def test_tokenizer_and_model_there_and_back(tmp_path: Path, kind: str) -> None:
         back = read_run(tmp_path / f"from {source}")
         assert same_weights(saved, back)
         assert all(back.state[key] == saved.state[key] for key in ("tokenizer", "tokenizer_sha256"))
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(VOCABULARY)], ids=["byte", "null"])
+def test_the_code_of_the_model_card_works(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = saved_run(tmp_path / "run", MODELS["all-attn"], tokenizer=tokenizer)
+    export.write(saved, tmp_path / "out", compare_logits=False)
+    code = (tmp_path / "out/README.md").read_text().split("```python\n")[1].split("```")[0]
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(code.replace("FOLDER", str(tmp_path / "out")), names)
+    if tokenizer.name == "byte":
+        assert names["output"].shape == (1, 106) and capsys.readouterr().out.startswith("a text")
+    else:
+        assert names["output"].shape == (1, 102)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
