@@ -12,7 +12,8 @@ Formats:
                     the flags of pretrain.py that deal layers to stages
     deepspeed-universal   a folder that DeepSpeed's engines load at any layout: weights, Adam's state and step; it has
                     no other optimizer's
-    huggingface     a folder for transformers, AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True); if
+    huggingface     a folder for transformers 5.20 or newer, AutoModelForCausalLM.from_pretrained(DIR,
+                    trust_remote_code=True), with its tokenizer and a model card (--evaluation-card, --license); if
                     transformers is installed its logits are compared with those here, which takes the memory of all
                     weights; --no-compare-logits leaves it out
 
@@ -28,6 +29,7 @@ A flag that contradicts the file is an error. A file of somebody else is safe to
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +69,8 @@ from megatron_allattn.config.errors import flag, usage_error
 from megatron_allattn.data.code_vocabulary import tokenizer_of
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
 from megatron_allattn.hf import export
+from megatron_allattn.hf.model_card import Told
+from megatron_allattn.inference.card import text_of_file
 from megatron_allattn.training.schedules import learning_rate
 
 NOT_KEPT = (
@@ -86,10 +90,13 @@ class Given(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What the command line says of a format to be written: the grid of shards, and whether transformers is to run."""
+    """What the command line says of a format to be written: the grid of shards; whether transformers is to run, and
+    what the model card is to say."""
 
     parallel: ParallelConfig
     compare_logits: bool
+    evaluation_card: Path | None
+    license: str | None
 
 
 def from_adaptive_span(source: Path, output: Path, given: Given) -> str:
@@ -219,7 +226,12 @@ def from_huggingface(source: Path, output: Path, given: Given) -> str:
 
 def to_huggingface(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     """A run's weights → a folder for transformers; lines that say what it holds."""
-    compared = export.write(saved, output, compare_logits=wanted.compare_logits)
+    card = wanted.evaluation_card
+    if wanted.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", wanted.license):
+        rule = "is no licence as the Hub spells them: small letters, digits, dots, + and -"
+        raise usage_error("--license", wanted.license, rule, "give one such as apache-2.0, or leave it out")
+    told = Told(wanted.license, None if card is None else text_of_file("--evaluation-card", card, saved))
+    compared = export.write(saved, output, compare_logits=wanted.compare_logits, told=told)
     return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{WEIGHTS_ALONE}\n{compared}"
 
 
@@ -237,7 +249,7 @@ FORMATS = {
     universal.FORMAT: Format(partial(from_described, universal.read), to_universal),
     export.FORMAT: Format(from_huggingface, to_huggingface),
 }
-COMPARE = "--no-compare-logits"
+COMPARE, CARD, LICENSE = "--no-compare-logits", "--evaluation-card", "--license"
 COMPARED = (export.FORMAT, adaptive_span.FORMAT)
 GRID: dict[str, type] = {
     "tensor_model_parallel_size": int,
@@ -277,6 +289,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--vocabulary", type=Path, metavar="FILE", help=help_text)
     parser.add_argument(COMPARE, action="store_true", help=f"compare tensors alone (with --to {' or '.join(COMPARED)})")
+    help_text = "the card of tools/evaluate.py --json FILE, for the model card (with --to huggingface)"
+    parser.add_argument(CARD, type=Path, metavar="FILE", help=help_text)
+    help_text = "for the model card, such as apache-2.0; else it has none (with --to huggingface)"
+    parser.add_argument(LICENSE, metavar="ID", help=help_text)
     parser.set_defaults(flags=[])
     passed_on: Any = {"action": _PassOn, "dest": "flags", "help": argparse.SUPPRESS}
     parser.add_argument("--recipe", **passed_on)
@@ -308,6 +324,9 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         ignored += [flag(name) for name in GRID if getattr(options, name) is not None]
     if options.target not in COMPARED and options.no_compare_logits:
         ignored.append(COMPARE)
+    if options.target != export.FORMAT:
+        cards = {CARD: options.evaluation_card, LICENSE: options.license}
+        ignored += [name for name, value in cards.items() if value is not None]
     if options.source == export.FORMAT:
         model = {flag(name) for name in field_types(ModelConfig)}
         ignored += [one for one in given if one in model]
@@ -332,7 +351,8 @@ def main(argv: list[str] | None = None) -> int:
             print(FORMATS[options.source].read(options.file, options.output, given))
         else:
             grid = {name: value for name in GRID if (value := getattr(options, name)) is not None}
-            wanted, saved = Wanted(ParallelConfig(**grid), not options.no_compare_logits), read_run(options.load)
+            compare, card, license = not options.no_compare_logits, options.evaluation_card, options.license
+            wanted, saved = Wanted(ParallelConfig(**grid), compare, card, license), read_run(options.load)
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
             with told_if_gone(saved.step_folder):

@@ -3,9 +3,25 @@
 A file of megatron_allattn that lies beside exported weights; the names of its fields are those of pretrain.py's flags.
 """
 
+import re
 from typing import Any, ClassVar
 
+import transformers
 from transformers import PretrainedConfig
+
+OLDEST = "5.20"  # of transformers, with which these files are tested
+
+
+def check_transformers() -> None:
+    """Raises ImportError: the transformers that is installed is older than these files need."""
+    installed = transformers.__version__
+    found, needed = ([int(part) for part in re.findall(r"\d+", version)[:2]] for version in (installed, OLDEST))
+    if found < needed:
+        fix = f"pip install --upgrade 'transformers>={OLDEST}'"
+        raise ImportError(f"transformers {installed} is installed, these files need {OLDEST} or newer: {fix}")
+
+
+check_transformers()
 
 
 class AllAttentionConfig(PretrainedConfig):

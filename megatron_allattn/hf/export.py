@@ -1,12 +1,14 @@
 """A run's weights as a folder for Hugging Face transformers, and back.
 
 OUT/config.json, generation_config.json          what transformers reads first
-OUT/configuration_allattn.py, modeling_allattn.py  the two files of this package that need nothing else of it
+OUT/configuration_allattn.py, modeling_allattn.py  two files of this package that need nothing else of it
+OUT/tokenization_allattn.py, …                   the tokenizer (hf/tokenizer_files.py), unless tokens are bare numbers
+OUT/README.md                                    the model card (hf/model_card.py)
 OUT/model.safetensors                            the weights by our names; from 4 GiB on in several files with an index
 OUT/megatron_allattn.json                        the `Description`; without it (a model that was trained on there)
                                                  the way back takes the run from flags
 
-AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)
+AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True), and AutoTokenizer alike
 """
 
 import re
@@ -21,15 +23,23 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
-from megatron_allattn.checkpoint.files import made_whole, storage_errors, sync_file, write_json_atomic
+from megatron_allattn.checkpoint.files import (
+    made_whole,
+    storage_errors,
+    sync_file,
+    write_json_atomic,
+    write_text_atomic,
+)
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import check_weights
 from megatron_allattn.checkpoint.single_file import check_copy
 from megatron_allattn.checkpoint.tensors import TensorReader, cut, write_tensors
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
-from megatron_allattn.data.tokenizers import NullTokenizer
+from megatron_allattn.data.tokenizers import NullTokenizer, tokenizer_from_json
 from megatron_allattn.engine.caches import CacheSlot
+from megatron_allattn.hf import tokenizer_files
+from megatron_allattn.hf.model_card import Told, model_card
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.attention import BlockContext
 from megatron_allattn.model.network import Network
@@ -40,33 +50,42 @@ FORMAT = "huggingface"
 DESCRIPTION, SINGLE, INDEX = "megatron_allattn.json", "model.safetensors", "model.safetensors.index.json"
 CODE = ("configuration_allattn.py", "modeling_allattn.py")
 MAX_BYTES = 4 * 2**30
-OLDEST = "5.20"  # of transformers, with which the two files are tested
+OLDEST = "5.20"  # of transformers, with which the files are tested; configuration_allattn.py says the same
 TRIED = 24  # tokens for which logits are compared
 TOLERANCE = 1e-6  # of the largest log-probability
 _OURS = ("span_loss",)  # of no meaning without training
 _GIVE = "give a folder that was made here, or one that transformers has saved from it"
 
 
-def write(saved: SavedRun, output: Path, *, compare_logits: bool = True) -> str:
+def write(saved: SavedRun, output: Path, *, compare_logits: bool = True, told: Told | None = None) -> str:
     """Make the folder, one tensor in memory at a time; a line on what was compared. Raises UsageError, StorageError.
 
     compare_logits: also run it under transformers, if that is installed, and before that the network here; each then
-    takes the memory of all weights.
+    takes the memory of all weights. told: what the model card cannot know of itself.
     """
+    tokenizer = tokenizer_from_json(saved.state["tokenizer"], str(saved.step_folder / "state.json"))
     with made_whole(output) as temporary:
         with storage_errors(temporary, 0):
             temporary.mkdir()
             for name in CODE:
-                shutil.copyfile(Path(__file__).with_name(name), temporary / name)
-                sync_file(temporary / name)
+                _copy_code(name, temporary)
+            if not isinstance(tokenizer, NullTokenizer):
+                _copy_code(tokenizer_files.CODE, temporary)
+                tokenizer_files.write(tokenizer, temporary)
         write_json_atomic(temporary / "config.json", _config(saved.run.model, saved.state["vocab_size"]))
         write_json_atomic(temporary / "generation_config.json", {"do_sample": True})
         write_json_atomic(temporary / DESCRIPTION, Description.of(saved).to_dict())
+        write_text_atomic(temporary / "README.md", model_card(saved, tokenizer, told or Told(), OLDEST))
         _write_weights(saved, temporary)
         check_copy(saved.weights, _reader(temporary))
         if not compare_logits:
             return "logits were not compared (--no-compare-logits), only the tensors were"
         return _compare_logits(saved, temporary)
+
+
+def _copy_code(name: str, folder: Path) -> None:
+    shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    sync_file(folder / name)
 
 
 def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -81,6 +100,7 @@ def _config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "AutoModelForCausalLM": "modeling_allattn.AllAttentionForCausalLM",
         },
         "dtype": "float32",
+        "transformers_version": OLDEST,
         "vocab_size": vocab_size,
         **own,
     }
@@ -169,16 +189,32 @@ def read(source: Path, output: Path, given: RunConfig) -> Description:
     model, vocab_size = _model(source, config, given.model), config.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise usage_error("file", source / "config.json", f"has vocab_size {vocab_size!r}", _GIVE)
-    null = NullTokenizer(vocab_size)
-    found = Description(0, replace(given, model=model), vocab_size, null.to_json(), null.fingerprint, Progress())
-    if (source / DESCRIPTION).is_file():
-        told = Description.from_dict(source / DESCRIPTION, _json(source / DESCRIPTION))
-        if (replace(told.run.model, span_loss=model.span_loss), told.vocab_size) == (model, vocab_size):
-            found = told
+    found = _description(source, replace(given, model=model), vocab_size)
     check_weights(source, weights, model, vocab_size)
     state = found.state(Progress(), {"format": FORMAT, "step": found.step})
     write_run(source, output, found.run, 0, state, Tensors(list(weights.infos.values()), weights.read), Tensors.of({}))
     return found
+
+
+def _description(source: Path, run: RunConfig, vocab_size: int) -> Description:
+    """What is known beside the weights: what was written here, if it is of this model, else the run and the tokenizer.
+
+    Raises UsageError: the tokenizer does not fit the model, or is another than the model was trained with.
+    """
+    tokenizer = tokenizer_files.read(source)
+    path = source / tokenizer_files.DESCRIPTION
+    if tokenizer is not None and tokenizer.vocab_size != vocab_size:
+        raise usage_error("file", path, f"has {tokenizer.vocab_size} tokens, the model {vocab_size}", _GIVE)
+    known = tokenizer or NullTokenizer(vocab_size)
+    found = Description(0, run, vocab_size, known.to_json(), known.fingerprint, Progress())
+    if not (source / DESCRIPTION).is_file():
+        return found
+    told = Description.from_dict(source / DESCRIPTION, _json(source / DESCRIPTION))
+    if (replace(told.run.model, span_loss=run.model.span_loss), told.vocab_size) != (run.model, vocab_size):
+        return found
+    if tokenizer is not None and tokenizer.fingerprint != told.tokenizer_sha256:
+        raise usage_error("file", path, f"is another tokenizer than that of {DESCRIPTION} beside it", _GIVE)
+    return told
 
 
 def _model(source: Path, config: dict[str, Any], given: ModelConfig) -> ModelConfig:

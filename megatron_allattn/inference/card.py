@@ -6,8 +6,12 @@ first token of a split has nothing before it and is not predicted, so its bytes 
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from megatron_allattn.checkpoint.conversion import SavedRun
+from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.json_files import read_json_object
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.manifest import SplitRecord
 from megatron_allattn.data.pieces import starts_character
@@ -256,3 +260,21 @@ def _code_text(code: Card) -> str:
         f"{code['block_length']} with empty caches at their start, {code['predictions']:,} tokens, "
         f"{code['dropped']:,} in tails dropped"
     )
+
+
+def text_of_file(what: str, path: Path, saved: SavedRun) -> str:
+    """The text of a card that was written as JSON, if it is of this step. Raises UsageError; `what`: the flag."""
+    fix = f"give what tools/evaluate.py --load {saved.step_folder} --json FILE writes"
+    card = read_json_object(what, path, fix)
+    if (card.get("format"), card.get("version")) != (FORMAT, VERSION):
+        raise usage_error(what, path, f"is no evaluation card of version {VERSION}", fix)
+    try:
+        checkpoint, found = card["checkpoint"], card["data"]["tokenizer"]["sha256"]
+        folder = Path(checkpoint["folder"]).parts[-3:]  # run, checkpoints, step: it may have been computed elsewhere
+        text = card_text(card)
+    except (KeyError, TypeError, ValueError) as error:
+        raise usage_error(what, path, f"is damaged ({error!r})", fix) from None
+    same_folder = folder == saved.step_folder.resolve().parts[-len(folder) or None :]
+    if not same_folder or checkpoint["step"] != saved.state["step"] or found != saved.state["tokenizer_sha256"]:
+        raise usage_error(what, path, f"is of {checkpoint['folder']}, step {checkpoint['step']}", fix)
+    return text

@@ -1,5 +1,6 @@
 """A checkpoint that was trained at TP 2 × PP 2, through tools/convert_checkpoint.py to every format and back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,8 @@ def test_weights_alone_become_a_file_of_the_papers_code_that_has_trained_nothing
         (("--to", "safetensors", *GRID), "--to safetensors: --tensor-model-parallel-size has no effect"),
         (("--to", "shards", "--vocabulary", "v.json"), "--to shards: --vocabulary has no effect"),
         (("--to", "shards", "--no-compare-logits"), "--to shards: --no-compare-logits has no effect"),
+        (("--to", "shards", "--evaluation-card", "x"), "--to shards: --evaluation-card has no effect"),
+        (("--to", "safetensors", "--license", ""), "--to safetensors: --license has no effect"),
         (("--to", "shards", "--lr", "1"), "--to shards: --lr has no effect"),
         (("--to", "huggingface", "--hidden-size", "3"), "--to huggingface: --hidden-size has no effect"),
         (("--to", "shards", "--tensor-model-parallel-size", "3"), "must divide --num-attention-heads 4"),
@@ -126,6 +129,40 @@ def test_logits_that_are_not_compared_are_told(trained: Path, tmp_path: Path, to
         "note: it has the weights alone: a run from it begins at step 0, with a new optimizer and schedule",
         "logits were not compared (--no-compare-logits), only the tensors were",
     ]
+
+
+def test_the_model_card_has_the_evaluation(
+    trained: Path, tmp_path: Path, tool: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What tools/evaluate.py wrote of this step, and of no other."""
+    path, evaluate = tmp_path / "card.json", in_process(ROOT / "tools" / "evaluate.py", capsys)
+    code, printed, errors = evaluate("--load", trained, "--json", path)
+    assert code == 0, errors
+    arguments = ("--to", "huggingface", "--load", trained, "--output", tmp_path / "out", "--no-compare-logits")
+    given = (*arguments, "--evaluation-card", path, "--license", "apache-2.0")
+    card = json.loads(path.read_text())
+    step = {"checkpoint": card["checkpoint"] | {"step": 5}}
+    folder = {"checkpoint": card["checkpoint"] | {"folder": "other/checkpoints/step_00000006"}}
+    for change, message in (
+        ({"format": "another"}, "is no evaluation card of version 1"),
+        ({"context": 3}, "is damaged"),
+        (step, "step 5; give what tools/evaluate.py"),
+        (folder, "is of other/checkpoints/step_00000006, step 6"),
+    ):
+        path.write_text(json.dumps(card | change))
+        code, output, errors = tool(*given)
+        assert (code, output, len(errors.splitlines())) == (2, "", 1) and message in errors, errors
+        assert errors.startswith(f"error: --evaluation-card {path}: ") and not (tmp_path / "out").exists()
+    path.write_text(json.dumps(card))
+    code, _, errors = tool(*arguments, "--license", "MIT licence")
+    assert code == 2 and errors.startswith("error: --license MIT licence: is no licence as the Hub spells them")
+    code, _, errors = tool(*given)
+    assert (code, errors) == (0, "")
+    written = (tmp_path / "out/README.md").read_text()
+    assert printed.strip() in written and '\nlicense: "apache-2.0"\n' in written
+    code, output, errors = tool("--from", "huggingface", tmp_path / "out", "--output", tmp_path / "back")
+    assert (code, errors) == (0, "") and "char tokens" in output
+    assert read_run(tmp_path / "back").state["tokenizer_sha256"] == read_run(trained).state["tokenizer_sha256"]
 
 
 @pytest.mark.parametrize("name", ["safetensors", "shards", "deepspeed-universal", "huggingface"])

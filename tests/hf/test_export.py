@@ -10,13 +10,34 @@ import torch
 
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.config import RunConfig, UsageError
-from megatron_allattn.hf import export
+from megatron_allattn.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    NullTokenizer,
+    SubwordLearner,
+    Tokenizer,
+    WordTokenizer,
+)
+from megatron_allattn.hf import export, tokenizer_files
 from tests.support.layouts import rest
 from tests.support.saved_runs import MODELS, VOCABULARY, same_weights, saved_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 CACHED = ("all-attn", "masked", "head-split", "adaptive")
+
+
+TEXT = "to be, or not to be:\n that is the question"
+TOKENIZERS: dict[str, Any] = {  # and a model
+    "byte": lambda: (ByteTokenizer(), "all-attn"),
+    "char": lambda: (CharTokenizer(sorted(set(TEXT))), "tied"),
+    "word": lambda: (WordTokenizer(["<eos>", *sorted(set(TEXT.split())), "<unk>"]), "adaptive tied"),
+    "word adaptive": lambda: (WordTokenizer(["<eos>", "to", "that", "<unk>", *map(str, range(9))]), "adaptive"),
+    "sentencepiece": lambda: (
+        SubwordLearner(vocab_size=272).learn(iter([TEXT.encode() * 3]), iter([]), 3),
+        "window",
+    ),
+}
 
 
 def exported(folder: Path, name: str) -> tuple[SavedRun, Any]:
@@ -72,6 +93,58 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert same_weights(saved, read_run(tmp_path / "again"))
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer_and_model_there_and_back(tmp_path: Path, kind: str) -> None:
+    """Text to log-probabilities under transformers, before and after it saved both; then the way back."""
+    ours, name = TOKENIZERS[kind]()
+    saved = saved_run(tmp_path / "run", MODELS[name], tokenizer=ours)
+    export.write(saved, tmp_path / "out", compare_logits=False)
+    expected = export.log_probabilities(saved, torch.from_numpy(ours.encode(TEXT.encode()).astype("int64"))[None])
+    for source, target in (("out", "theirs"), ("theirs", "again")):
+        loaded = {"trust_remote_code": True}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / source, **loaded)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / source, **loaded).eval()
+        with torch.no_grad():
+            found = model(**tokenizer(TEXT, return_tensors="pt")).logits.log_softmax(-1)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=export.TOLERANCE)
+        model.save_pretrained(tmp_path / target)
+        tokenizer.save_pretrained(tmp_path / target)
+    for source in ("out", "theirs", "again"):
+        export.read(tmp_path / source, tmp_path / f"from {source}", RunConfig())
+        back = read_run(tmp_path / f"from {source}")
+        assert same_weights(saved, back)
+        assert all(back.state[key] == saved.state[key] for key in ("tokenizer", "tokenizer_sha256"))
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(VOCABULARY)], ids=["byte", "null"])
+def test_the_code_of_the_model_card_works(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = saved_run(tmp_path / "run", MODELS["all-attn"], tokenizer=tokenizer)
+    export.write(saved, tmp_path / "out", compare_logits=False)
+    code = (tmp_path / "out/README.md").read_text().split("```python\n")[1].split("```")[0]
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    exec(code.replace("FOLDER", str(tmp_path / "out")), names)
+    if tokenizer.name == "byte":
+        assert names["output"].shape == (1, 106) and capsys.readouterr().out.startswith("a text")
+    else:
+        assert names["output"].shape == (1, 102)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    ours = CharTokenizer(sorted(set(TEXT)))
+    export.write(saved_run(tmp_path / "run", MODELS["fixed"], tokenizer=ours), tmp_path / "out", compare_logits=False)
+    for other, message in (
+        (CharTokenizer(sorted(set(TEXT), reverse=True)), f"is another tokenizer than that of {export.DESCRIPTION}"),
+        (ByteTokenizer(), f"has 256 tokens, the model {ours.vocab_size}; give a folder"),
+    ):
+        tokenizer_files.write(other, tmp_path / "out")
+        with pytest.raises(UsageError, match=message):
+            export.read(tmp_path / "out", tmp_path / "back", RunConfig())
+        assert not (tmp_path / "back").exists()
+
+
 def test_it_can_be_trained(tmp_path: Path) -> None:
     _, model = exported(tmp_path, "all-attn")
     model.train()
@@ -115,3 +188,21 @@ def test_versions_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UsageError, match=rf"^transformers {installed}: the files are for transformers 5.20 and"):
             export.write(saved, tmp_path / "old")
         assert not (tmp_path / "old").exists()
+
+
+def test_exported_files_refuse_older_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that may be loaded first, in one line that names both versions."""
+    saved = saved_run(tmp_path / "run", MODELS["fixed"], tokenizer=ByteTokenizer())
+    export.write(saved, tmp_path / "old_and_new", compare_logits=False)
+    config = json.loads((tmp_path / "old_and_new/config.json").read_text())
+    assert config["transformers_version"] == export.OLDEST
+    load = {"trust_remote_code": True}
+    for number, installed in enumerate(("4.57.6", "5.19.4")):
+        monkeypatch.setattr(transformers, "__version__", installed)
+        message = rf"^transformers {installed} is installed, these files need {export.OLDEST} or newer: pip install"
+        for auto in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+            folder = (tmp_path / "old_and_new").rename(tmp_path / f"{auto}{number}")  # a module that is new to Python
+            with pytest.raises(ImportError, match=message) as error:
+                getattr(transformers, auto).from_pretrained(folder, **load)
+            assert "\n" not in str(error.value)
+            folder.rename(tmp_path / "old_and_new")

@@ -10,7 +10,7 @@ from megatron_allattn.checkpoint import save
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
-from megatron_allattn.data.tokenizers import NullTokenizer
+from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
 from megatron_allattn.model.initialization import initialize
@@ -45,9 +45,19 @@ MODELS = {
 
 
 def saved_run(
-    folder: Path, model: ModelConfig, optimizer: str = "adam", steps: int = 2, vocab_size: int = VOCABULARY
+    folder: Path,
+    model: ModelConfig,
+    optimizer: str = "adam",
+    steps: int = 2,
+    vocab_size: int = VOCABULARY,
+    tokenizer: Tokenizer | None = None,
 ) -> SavedRun:
-    """A run folder with one checkpoint, whose spans differ. Its last update was left out, its rate has dropped."""
+    """A run folder with one checkpoint, whose spans differ. Its last update was left out, its rate has dropped.
+
+    tokenizer: bare numbers if left out; else its vocabulary is the model's.
+    """
+    tokenizer = tokenizer or NullTokenizer(vocab_size)
+    vocab_size = tokenizer.vocab_size
     training = TrainingConfig(seq_length=12, global_batch_size=3)
     settings = OptimizerConfig(optimizer=optimizer, clip_grad=0.5, lr_decay_style="plateau")
     run = RunConfig(model=model, optimizer=settings, training=training)
@@ -62,13 +72,12 @@ def saved_run(
     for step in range(1, steps + 1):
         block = tokens[:, 12 * (step - 1) : 12 * step + 1]
         engine.train_step(block[:, :-1], block[:, 1:], step, 1e-3, engine.spans())
-    null = NullTokenizer(vocab_size)
     state = {
         "config": run.to_dict(),
         "vocab_size": vocab_size,
         "tokens": 36 * steps + 12,  # once the batch was larger
-        "tokenizer": null.to_json(),
-        "tokenizer_sha256": null.fingerprint,
+        "tokenizer": tokenizer.to_json(),
+        "tokenizer_sha256": tokenizer.fingerprint,
         "data": None,
         "judged": steps - 1,
         "skipped": 1,
