@@ -109,7 +109,7 @@ class WeightsAndBiases(Sink):
             id=name,
             resume="allow",
             mode=mode,
-            dir=None if run_folder is None or os.environ.get("WANDB_DIR") else str(run_folder),
+            dir=os.environ.get("WANDB_DIR") or run_folder,
             config=config,
             settings=wandb.Settings(console="off", silent=True),  # what the run prints is its own to print
         )

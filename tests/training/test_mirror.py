@@ -64,7 +64,7 @@ def mirror_of(sink: Kept, capacity: int = 100) -> Mirror:
     return Mirror("sink", sink.opened, capacity)
 
 
-def test_records_come_in_order_and_are_flushed_and_closed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_come_in_order_before_it_is_closed_once(capsys: pytest.CaptureFixture[str]) -> None:
     sink = Kept()
     mirror = mirror_of(sink)
     mirror.wait_until_open(60)
@@ -75,8 +75,17 @@ def test_records_come_in_order_and_are_flushed_and_closed(capsys: pytest.Capture
     mirror.close(60)
     assert sink.got == RECORDS
     assert sink.told[-1] == "close" and sink.told.count("close") == 1
-    assert sink.told[-2] == "flush"
     assert capsys.readouterr() == ("", "")
+
+
+def test_it_is_flushed_when_nothing_waits() -> None:
+    sink = Kept(stands="flush")
+    mirror = mirror_of(sink)
+    mirror.put(RECORDS[0])
+    assert sink.standing.wait(60)
+    assert sink.got == RECORDS[:1]
+    sink.go.set()
+    mirror.close(60)
 
 
 def test_one_that_fails_is_told_once_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_allattn.config import CheckpointConfig, LoggingConfig, ParallelCon
 from megatron_allattn.training import sinks
 from megatron_allattn.training.metrics import METRICS, Metrics, drop_records_after
 from megatron_allattn.training.sinks import check_sinks, open_mirrors
-from tests.support.commands import BIN, PRETRAIN, ROOT, TINY, corpus, environment, records, run
+from tests.support.commands import BIN, PRETRAIN, ROOT, TINY, Program, corpus, environment, records, run
 from tests.support.sinks import Points, offline_folders, tensorboard_points, wandb_points, wandb_run
 from tests.support.template import Template
 
@@ -172,34 +173,36 @@ def test_one_that_hangs_as_it_opens_holds_up_less_than_ranks_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(sinks, "TensorBoard", lambda *_: go.wait(60))
+    real = sinks.TensorBoard
+    monkeypatch.setattr(sinks, "TensorBoard", lambda *of: go.wait(60) and real(*of))
     slow = RunConfig(
         parallel=ParallelConfig(distributed_timeout_minutes=0.01),
         logging=LoggingConfig(tensorboard_dir=tmp_path),
     )
-    open_mirrors(slow, 0)
+    (mirror,) = open_mirrors(slow, 0)
     go.set()
+    mirror.close(60)
     assert "warning: tensorboard has not started within 0.3 s" in capsys.readouterr().err
 
 
 def test_a_run_that_is_killed_and_resumed(tmp_path: Path, template: Template) -> None:
     """Both sinks, the real program: what they show in the end is what metrics.jsonl has, each step once."""
     flags = [*TINY, "--data-path", str(corpus(tmp_path)), "--save", "run", "--tensorboard-dir", "run/events"]
-    flags += ["--wandb-project", "p", "--eval-interval", "2", "--eval-iters", "1", "--save-interval", "2"]
-    first = run(sys.executable, PRETRAIN, *flags, "--train-iters", "5", folder=tmp_path, template=template)
-    assert (first.returncode, first.left) == (0, []), first.output
-    path = tmp_path / "run" / METRICS
-    (tmp_path / "run" / "latest").write_text("step_00000004")  # as a run that was killed after step 5
-    for name in (tmp_path / "run" / "checkpoints").glob("step_00000005"):
-        name.rename(tmp_path / "aside")
-    flags += ["--load", "run", "--train-iters", "7"]
-    second = run(sys.executable, PRETRAIN, *flags, folder=tmp_path, template=template)
+    flags += ["--wandb-project", "p", "--eval-interval", "2", "--eval-iters", "1", "--save-interval", "3"]
+    folder, command = tmp_path / "run", [sys.executable, PRETRAIN, *flags]
+    with Program([*command, "--train-iters", "100000"], tmp_path, environment(), template) as first:
+        while not (folder / "latest").exists() or len((folder / METRICS).read_bytes().splitlines()) < 20:
+            assert first.process.poll() is None, first.stderr
+            time.sleep(0.01)
+        first.process.kill()
+        first.process.wait()
+        assert "warning" not in first.stderr
+    last = int((folder / "latest").read_text().removeprefix("step_")) + 3
+    second = run(*command, "--load", "run", "--train-iters", str(last), folder=tmp_path, template=template)
     assert (second.returncode, second.left) == (0, []), second.output
-    assert "warning" not in first.stderr + second.stderr
-    assert (
-        f"note        wandb: run {json.loads((tmp_path / 'run/wandb.json').read_text())['id']}, offline"
-        in second.stdout
-    )
-    assert [r["step"] for r in records(tmp_path / "run") if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6, 7], path
-    assert tensorboard_points(tmp_path / "run" / "events") == close(expected(tmp_path / "run"))
-    assert wandb_points(offline_folders(tmp_path / "run")[-1]) == expected(tmp_path / "run")
+    assert "warning" not in second.stderr
+    name = json.loads((folder / "wandb.json").read_text())["id"]
+    assert f"note        wandb: run {name}, offline; upload it with: wandb sync run/wandb/latest-run" in second.stdout
+    assert [r["step"] for r in records(folder) if r["kind"] == "train"] == list(range(1, last + 1))
+    assert tensorboard_points(folder / "events") == close(expected(folder))
+    assert wandb_points(offline_folders(folder)[-1]) == expected(folder)
