@@ -66,7 +66,7 @@ def _header(view: View, width: int, *, plain: bool) -> Iterable[Text]:
 
 
 def _layout(view: View) -> list[str]:
-    """TP 2, PP 1, DP 4, ZeRO 1, bf16, 8 processes, cpu: of the last start that is on record, or of the configuration."""
+    """TP 2, PP 1, DP 4, ZeRO 1, bf16, 8 processes, cpu: of the last start on record, or of the configuration."""
     start, config = view.start, view.config
     if start:
         forms = {"tensor": "TP {}", "pipeline": "PP {}", "data": "DP {}", "zero_stage": "ZeRO {}", "precision": "{}"}

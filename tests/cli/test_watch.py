@@ -193,3 +193,12 @@ def test_without_rich_it_says_what_brings_it(tmp_path: Path) -> None:
     done = run(sys.executable, "-c", program, TOOL, str(tmp_path), folder=tmp_path)
     line = "watch.py: needs the package rich, which is not installed; pip install rich"
     assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+
+
+def test_it_is_there_at_once(tmp_path: Path) -> None:
+    """What takes seconds to load is not loaded."""
+    program = (
+        "import sys, megatron_allattn.watching.terminal; print({'torch', 'numpy', 'deepspeed'} & set(sys.modules))"
+    )
+    done = run(sys.executable, "-c", program, folder=tmp_path, variables={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

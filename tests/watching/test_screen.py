@@ -100,7 +100,8 @@ def test_odd_files_are_told_and_the_rest_is_shown(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"modle": {}}))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("no record\n")
-    append(folder, train(101, loss="x", tokens=None, tokens_per_second=True, span_mean=[], grad_norm=float("inf")))
+    odd = {"loss": "x", "tokens": None, "tokens_per_second": True, "span_mean": [], "grad_norm": float("inf")}
+    append(folder, train(101) | odd)
     shown = text(View(folder))
     assert "step 101" in shown and "note: configuration modle: unknown key" in shown
     assert "note: metrics.jsonl: 1 line is no record" in shown
