@@ -1,4 +1,4 @@
-"""W&B that stands still, at its start, at a record or at its end with its exit handler: the run is done all the same."""
+"""W&B that stands still, at its start, a record or its end, and its exit handler with it: the run is done."""
 
 import sys
 import time
