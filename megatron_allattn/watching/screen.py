@@ -66,11 +66,11 @@ def _header(view: View, width: int, *, plain: bool) -> Iterable[Text]:
 
 
 def _layout(view: View) -> list[str]:
-    """TP 2, PP 1, DP 4, ZeRO 1, bf16, 8 processes, cpu: of the last start on record, or of the configuration."""
+    """TP 2, PP 1, DP 4, ZeRO 1, bf16, processes 8, cpu: of the last start on record, or of the configuration."""
     start, config = view.start, view.config
     if start:
         forms = {"tensor": "TP {}", "pipeline": "PP {}", "data": "DP {}", "zero_stage": "ZeRO {}", "precision": "{}"}
-        forms |= {"world_size": "{} processes", "device": "{}"}
+        forms |= {"world_size": "processes {}", "device": "{}"}
         return [one_line(form.format(start[name])) for name, form in forms.items() if name in start]
     if config is None:
         return []

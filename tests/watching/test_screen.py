@@ -40,7 +40,7 @@ def test_all_of_it(folder: Path) -> None:
     assert shown[3] == "━" * 15 + "─" * 45
     rest = {line[:7].strip(): line[8:] for line in shown[4:] if line[:7].strip().isalpha()}
     assert rest == {
-        "layout": "TP 2 · PP 1 · DP 2 · ZeRO 1 · bf16 · 4 processes · cpu",
+        "layout": "TP 2 · PP 1 · DP 2 · ZeRO 1 · bf16 · processes 4 · cpu",
         "loss": "5.0000 → 1.0400 · lowest 1.0400",
         "train": "loss 1.0400 · bpc 1.5004 · lr 1.00e-02 · grad norm 0.5",
         "valid": "loss 1.5000 · bpc 2.1640 · step 100 · best 1.2500 at step 50",
