@@ -76,11 +76,11 @@ def test_span_profiles_travel_with_the_package(package: Any) -> None:
 
 
 def test_extras_are_the_documented_ones(package: Any) -> None:
-    assert set(package.extras_require) == {"test", "plots", "tensorboard", "wandb", "hf", "triton"}
+    assert set(package.extras_require) == {"test", "plots", "tensorboard", "wandb", "watch", "hf", "triton"}
 
 
 def test_ranges_admit_the_exact_versions_and_an_older_torch(package: Any, pinned: dict[str, Version]) -> None:
-    for requirement in ranges(package, "test", "plots"):
+    for requirement in ranges(package, "test", "plots", "tensorboard", "wandb", "watch"):
         assert pinned[normal(requirement.name)] in requirement.specifier, requirement
     (torch,) = (r for r in ranges(package) if r.name == "torch")
     assert Version("2.11.0") in torch.specifier

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.config.errors import usage_error
 
 NAME = "lock"
+_TRIES, _PAUSE_SECONDS = 4, 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system, as flock reports them
 
 
@@ -52,7 +54,7 @@ class RunLock:
         what it leads to would be overwritten."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._descriptor)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 owner = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
@@ -76,18 +78,27 @@ class RunLock:
                 path.rmdir()
 
 
+def _lock(descriptor: int) -> None:
+    """Raises BlockingIOError where another one holds the lock, and not only for the moment in which `is_held` looks."""
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_PAUSE_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def forget_outcome(run_folder: Path) -> None:
     """Remove what an earlier start has left as its outcome, so that it is not taken for that of a start that comes to
     nothing before it has the lock; unless a run holds that. Makes nothing, and what cannot be removed stays."""
     with suppress(OSError):
-        if not _is_held(run_folder / NAME):
+        if not is_held(run_folder):
             (run_folder / OUTCOME).unlink(missing_ok=True)
 
 
-def _is_held(path: Path) -> bool:
-    """Whether a process holds a lock, as far as the file system tells."""
+def is_held(run_folder: Path) -> bool:
+    """Whether a process holds the lock, as far as the file system tells."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(run_folder / NAME, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

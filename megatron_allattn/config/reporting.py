@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,12 @@ from megatron_allattn.config.errors import UsageError, as_mistake
 
 GRACE_SECONDS = 2.0
 """What the rank with the message gets to print it before a launcher that sees another rank end ends them all."""
+
+MAY_HANG = "may hang: "
+"""How names of threads begin that may stand still for ever, and with them exit handlers of what they have called."""
+
+EXIT_SECONDS = 10.0
+"""What exit handlers get to end where there is such a thread, before the process ends without them."""
 
 ENDS_FOR_ANOTHER = "ALLATTN_ENDS_FOR_ANOTHER"
 """The variable with the descriptor by which a rank tells what has started it that it ends because of another rank."""
@@ -127,6 +134,10 @@ def _leave(code: int) -> NoReturn:
     A thread of gloo that is still at work then can abort the process ("terminate called without an active exception"),
     which turned about one exit in ten of a first rank into 134 (seen with torch 2.13 on 2 loaded cores).
     """
+    if any(thread.name.startswith(MAY_HANG) for thread in threading.enumerate()):
+        timer = threading.Timer(EXIT_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -229,10 +229,10 @@ class LoggingConfig:
     """Steps between two log lines."""
 
     tensorboard_dir: Path | None = None
-    """Folder for TensorBoard event files."""
+    """Folder for TensorBoard event files (pip install tensorboard)."""
 
     wandb_project: str | None = None
-    """Weights & Biases project that gets the metrics."""
+    """Weights & Biases project that gets the metrics (pip install wandb), offline unless WANDB_MODE says otherwise."""
 
     deepspeed_verbose: bool = False
     """Show DeepSpeed's own messages."""

@@ -37,6 +37,9 @@ STOPPED = 3  # exit code
 SAVING_SLACK_SECONDS = 30.0
 """How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 
+SINK_SECONDS = 30.0
+"""What TensorBoard and W&B get to write the rest once a run is done."""
+
 
 def run_training(run: RunConfig, explicit: frozenset[str]) -> int:
     """Train as one rank of however many the launcher has started; returns the exit code."""
@@ -118,12 +121,15 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
             outcome.write("stopped", signal.Signals(session.stopping).name)
             return STOPPED
         outcome.write("done", session.why_ended)
+        session.metrics.close(SINK_SECONDS)
         return 0
     except (Exception, KeyboardInterrupt) as error:
         if lock is not None:
             outcome.write_failure(_ending(error, watch))
         raise
     finally:
+        if session is not None:  # unless that is done: other ranks and launchers do not wait long
+            session.metrics.close(GRACE_SECONDS)
         if lock is not None:
             lock.release()
 

@@ -1,16 +1,13 @@
 """metrics.jsonl and its mirrors: one writer, the run's first rank.
 
 Every record goes to metrics.jsonl in the run folder, with floats that read back to the same bits. TensorBoard and
-Weights & Biases get the same names. A sink that was asked for and is not installed is refused before training; one that
-fails later is reported once and left out: it never stops a run.
+Weights & Biases (sinks.py) get the same names, behind threads of their own (mirror.py).
 """
 
-import importlib.util
 import math
-import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_allattn.checkpoint.files import (
     WITHOUT_LINE,
@@ -20,22 +17,10 @@ from megatron_allattn.checkpoint.files import (
     sync_file,
     write_json_lines_atomic,
 )
-from megatron_allattn.config import LoggingConfig, usage_error
+from megatron_allattn.config import usage_error
+from megatron_allattn.training.mirror import Mirror, Record
 
 METRICS = "metrics.jsonl"
-Record = dict[str, Any]
-Mirror = Callable[[Record], None]
-
-
-def check_sinks(logging: LoggingConfig) -> None:
-    """Refuse a sink whose package is absent. Raises UsageError with the package that brings it."""
-    for flag, value, package in (
-        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
-        ("--wandb-project", logging.wandb_project, "wandb"),
-    ):
-        if value is not None and importlib.util.find_spec(package) is None:
-            fix = f"pip install {package}, or leave the flag out"
-            raise usage_error(flag, value, f"the package {package} is not installed", fix)
 
 
 def per_unit(loss: float, unit: str) -> Record:
@@ -46,15 +31,22 @@ def per_unit(loss: float, unit: str) -> Record:
 
 
 class Metrics:
-    """Writes records on the first rank, does nothing on the others (`folder` None and `logging` None)."""
+    """Writes records on the first rank, does nothing on the others (`folder` None and no mirrors)."""
 
-    def __init__(self, folder: Path | None, logging: LoggingConfig | None, config: Record) -> None:
+    def __init__(self, folder: Path | None, mirrors: Sequence[Mirror] = ()) -> None:
         self._path = folder / METRICS if folder is not None else None
-        self._mirrors: dict[str, Mirror] = {}
-        if logging is not None and (events := logging.tensorboard_dir) is not None:
-            self._mirrors["tensorboard"] = _opened("--tensorboard-dir", events, lambda: _tensorboard(events))
-        if logging is not None and (project := logging.wandb_project) is not None:
-            self._mirrors["wandb"] = _opened("--wandb-project", project, lambda: _wandb(project, config))
+        self._mirrors = mirrors
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said of the mirrors."""
+        return [mirror.note for mirror in self._mirrors if mirror.note is not None]
+
+    def go_on(self) -> None:
+        """What is in metrics.jsonl now is kept: the mirrors catch up with it."""
+        if self._path is not None and self._path.exists():
+            for mirror in self._mirrors:
+                mirror.catch_up(self._path)
 
     def write(self, record: Record) -> None:
         """Append one record; a number that is not finite, for which JSON has none, as null.
@@ -67,18 +59,20 @@ class Metrics:
         }
         if self._path is not None:
             append_json_line(self._path, record)
-        for name, mirror in list(self._mirrors.items()):
-            try:
-                mirror(record)
-            except Exception as error:  # a mirror is a convenience: whatever it raises, the run goes on
-                print(f"warning: {name} failed and gets no more records ({error})", file=sys.stderr, flush=True)
-                del self._mirrors[name]
+        for mirror in self._mirrors:
+            mirror.put(record)
 
     def sync(self) -> None:
         """What was written is on the disk: a checkpoint must not outlive the records before it. Raises StorageError."""
         if self._path is not None and self._path.exists():
             with storage_errors(self._path, 0):
                 sync_file(self._path)
+
+    def close(self, seconds: float) -> None:
+        """The run is over: mirrors get so long, all together, to write what they have."""
+        deadline = time.monotonic() + seconds
+        for mirror in self._mirrors:
+            mirror.close(max(0.1, deadline - time.monotonic()))
 
 
 def drop_records_after(path: Path, step: int, kinds: Collection[str] = ()) -> int:
@@ -101,36 +95,3 @@ def drop_records_after(path: Path, step: int, kinds: Collection[str] = ()) -> in
     if path.exists():
         write_json_lines_atomic(path, kept)
     return len(records) - len(kept)
-
-
-def _opened(flag: str, value: object, mirror: Callable[[], Mirror]) -> Mirror:
-    try:
-        return mirror()
-    except Exception as error:  # the package's own: a folder that cannot be written, no login, no network
-        raise usage_error(flag, value, f"cannot be used ({error})", "correct it or leave the flag out") from error
-
-
-def _tensorboard(folder: Path) -> Mirror:
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (optional)
-
-    writer = SummaryWriter(str(folder))
-
-    def mirror(record: Record) -> None:
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-        writer.flush()
-
-    return mirror
-
-
-def _wandb(project: str, config: Record) -> Mirror:
-    import wandb  # noqa: PLC0415  (optional)
-
-    run = wandb.init(project=project, config=config)
-
-    def mirror(record: Record) -> None:
-        values = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
-        run.log(values, step=record["step"])
-
-    return mirror

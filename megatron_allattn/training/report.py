@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_allattn.config import ModelConfig, RunConfig, parameters
+from megatron_allattn.config.durations import clock
 from megatron_allattn.config.reporting import tell_lost_output
 from megatron_allattn.model.accounting import cache_bytes, state_bytes
 from megatron_allattn.model.span import cache_length
@@ -153,10 +154,3 @@ class Console:
         """Take the bar off the terminal."""
         if self._bar is not None:
             self._bar.close()
-
-
-def clock(seconds: float) -> str:
-    """90 → 1m30s."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

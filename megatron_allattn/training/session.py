@@ -17,9 +17,8 @@ import torch
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint import folder, save
-from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
+from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.progress import Progress
-from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
 from megatron_allattn.checkpoint.saver import Saver
 from megatron_allattn.checkpoint.shared_check import with_shared_check
 from megatron_allattn.config import RunConfig, UsageError, check_vocabulary, usage_error
@@ -44,9 +43,10 @@ from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
-from megatron_allattn.training.metrics import Metrics, check_sinks, per_unit
+from megatron_allattn.training.metrics import Metrics, per_unit
 from megatron_allattn.training.observations import Observations, observe_start
-from megatron_allattn.training.pace import PACE, record_save
+from megatron_allattn.training.own_folder import check_own_folder, prepare_own_folder
+from megatron_allattn.training.pace import record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
     UNKNOWN_TOKENS,
@@ -58,6 +58,7 @@ from megatron_allattn.training.resume import (
     trim_metrics,
 )
 from megatron_allattn.training.schedules import schedule_notes
+from megatron_allattn.training.sinks import check_sinks, open_mirrors
 
 T = TypeVar("T")
 
@@ -238,12 +239,9 @@ def open_session(
     source = agreed(lambda: with_shared_check(partial(find_checkpoint, run), groups.world))
     step_folder, skipped = broadcast_object(source, groups.world)
     changes = agreed(lambda: check_resume(run, dataset, step_folder)) if step_folder is not None else []
-    metrics = agreed(
-        lambda: (
-            Metrics(run.checkpoint.save, run.logging, run.to_dict()) if groups.rank == 0 else Metrics(None, None, {})
-        )
-    )
-    notes += agreed(lambda: _prepare_run_folder(run, step_folder) if groups.rank == 0 else [])
+    metrics = agreed(lambda: _open_metrics(run, step_folder) if groups.rank == 0 else Metrics(None))
+    notes += agreed(lambda: prepare_own_folder(run, step_folder) if groups.rank == 0 else [])
+    notes += metrics.notes
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)
     observations = Observations(run.checkpoint.save if groups.rank == 0 else None)
@@ -263,6 +261,7 @@ def open_session(
     own = run.checkpoint.save if groups.rank == 0 else None
     judged, finished = session.judged == session.step, session.step >= session.last_step
     session.notes += agreed(lambda: trim_metrics(own, session.step, judged=judged, finished=finished))
+    metrics.go_on()
     if changes:
         told = {change.field: [change.then, change.now] for change in changes}
         metrics.write({"kind": "override", "step": session.step, "changes": told})
@@ -381,20 +380,8 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
     return notes
 
 
-def _prepare_run_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
-    """Make the run folder, unless it holds another run; lines to tell. step_folder: from which the run goes on."""
-    run_folder = run.checkpoint.save
-    if run_folder is None:
-        return []
-    left = (FOLDER, LATEST, "metrics.jsonl")
-    if not run.checkpoint.goes_on and any((run_folder / name).exists() for name in left):
-        fix = f"give --load {run_folder} to go on with it, or choose another folder"
-        raise usage_error("--save", run_folder, "holds a run already", fix)
-    for name in (LATEST, PACE):  # which the first save replaces
-        if (run_folder / name).is_dir():
-            raise usage_error("--save", run_folder, f"has a folder {name}, where a file is to be", "remove it")
-    prepare_run_folder(run_folder)
-    write_json_atomic(run_folder / "config.json", run.to_dict())
-    if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):
-        return []
-    return folder.set_aside_after(run_folder, step_folder)
+def _open_metrics(run: RunConfig, step_folder: Path | None) -> Metrics:
+    """The first rank's, and its sinks, which are refused before a run folder is made that holds nothing."""
+    check_own_folder(run)
+    step = 0 if step_folder is None else save.read_state(step_folder, save.RUN_FIELDS)["step"]
+    return Metrics(run.checkpoint.save, open_mirrors(run, step))

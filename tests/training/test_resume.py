@@ -69,7 +69,7 @@ def start(run: RunConfig) -> Session:
     initialize(network, training.seed)
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float64, FusedOps("torch"))
     watch = Watch(engine.groups, 60.0)
-    session = Session(run, dataset, streams, engine, Metrics(own, None, {}), Observations(own), [], watch)
+    session = Session(run, dataset, streams, engine, Metrics(own), Observations(own), [], watch)
     step_folder, _ = find_checkpoint(run, folder.check_hashes)
     if step_folder is not None:
         check_resume(run, dataset, step_folder)
