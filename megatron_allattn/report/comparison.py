@@ -91,7 +91,7 @@ def _overlay(
             curve.steps, curve.values, color=color, linestyle=dashes, linewidth=1.5, gid=f"run-{number}", **style
         )
         named.append((line, run.name))
-        ends.append(f"{shortened(run.name)} {last[1]:.4g}")
+        ends.append(f"{shortened(run.name)} {in_short(last[1])}")
     if not named:
         return None
     if name in ("spans_time", "speed"):
@@ -140,7 +140,7 @@ def _grid(rows: int, columns: int, layers: int) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (optional)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    height = 1.0 + rows * (2.4 + 0.06 * max(0, layers - 12))
+    height = 0.9 + rows * (2.1 + 0.06 * max(0, layers - 12))
     figure = Figure(figsize=(SIZE[0], height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     found = list(figure.subplots(rows, columns, squeeze=False).ravel())
@@ -159,7 +159,7 @@ def comparison_table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         [
             run.name,
             run.config.recipe or "none",
-            facts.parameters(run),
+            facts.parameters_in_short(run),
             facts.steps(run),
             facts.best(run),
             facts.last(run, run.metrics.test),

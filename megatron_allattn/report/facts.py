@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 import numpy as np
 
 from megatron_allattn.config.model import ModelConfig
+from megatron_allattn.config.parameters import Parameters, count_parameters
+from megatron_allattn.config.recipes import in_words
 from megatron_allattn.report.metrics import FILE as METRICS
 from megatron_allattn.report.metrics import MOST_EVENTS, Curve, Event
 from megatron_allattn.report.observations import FILE as OBSERVATIONS
@@ -56,11 +58,25 @@ def tokens(run: Run) -> str:
 
 
 def parameters(run: Run) -> str:
-    count = run.parameters
+    count, vocabulary = _parameters(run)
     if count is None:
         return "known once there is a checkpoint"
+    about = f" with the recipe's vocabulary of {vocabulary:,}" if vocabulary else ""
     share = f", {100 * count.persistent / count.total:.0f} % in persistent vectors" if count.persistent else ""
-    return f"{count.total:,}{share}"
+    return f"{count.total:,}{about}{share}"
+
+
+def parameters_in_short(run: Run) -> str:
+    count, _ = _parameters(run)
+    return UNKNOWN if count is None else in_words(count.total)
+
+
+def _parameters(run: Run) -> tuple[Parameters | None, int | None]:
+    """How many there are, and the recipe's vocabulary where they are counted with that, since no checkpoint tells: data
+    may bring another."""
+    if run.parameters is not None or run.recipe is None:
+        return run.parameters, None
+    return count_parameters(run.config.model, run.recipe.vocab_size), run.recipe.vocab_size
 
 
 def model_line(model: ModelConfig) -> str:

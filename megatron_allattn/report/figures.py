@@ -19,6 +19,7 @@ from megatron_allattn.report.style import (
     ORANGE,
     PINK,
     RED,
+    SIZE,
     SKY,
     YELLOW,
     Mark,
@@ -153,7 +154,7 @@ def _course(run: Run, begin: int) -> str:
 
 def rate_picture(run: Run) -> Picture:
     """gids: lr, grad_norm."""
-    figure, (upper, lower) = new_figure(2, 4.4)
+    figure, (upper, lower) = new_figure(2, 4.0)
     lr, norm = (thin(run.metrics.train[name]) for name in ("lr", "grad_norm"))
     upper.plot(lr.steps, lr.values, color=BLUE, linewidth=1.5, gid="lr")
     lower.plot(norm.steps, norm.values, color=ORANGE, linewidth=0.7, gid="grad_norm")
@@ -178,7 +179,7 @@ def rate_picture(run: Run) -> Picture:
 def speed_picture(run: Run) -> Picture:
     """gids: raw-speed, speed (tokens/s), memory (GiB; left out where it was not measured)."""
     memory = run.observations.memory
-    figure, (upper, *lower) = new_figure(2 if memory else 1, 4.4 if memory else 3.9)
+    figure, (upper, *lower) = new_figure(2 if memory else 1, 4.0 if memory else SIZE[1])
     rates = run.metrics.train["tokens_per_second"]
     mean = smooth(rates, window_of(len(rates)))
     for gid, curve, style in (

@@ -109,7 +109,7 @@ def _top(run: Run, quantity: Quantity) -> float | None:
 
 
 def _height(layers: int) -> float:
-    return 3.3 + 0.08 * max(0, layers - 12)
+    return 3.0 + 0.08 * max(0, layers - 12)
 
 
 def draw_heads(axes: Any, values: np.ndarray, norm: Any, *, numbers: bool = True) -> Any:
@@ -143,13 +143,14 @@ def _cells() -> Any:
 
 
 def scale(values: np.ndarray, top: float | None) -> Any:
-    """From 0 to `top` or the largest value; by logarithm from 1 on where few heads are far above most, as spans are."""
+    """From 0 to `top` or the largest value; where few are far above most, by logarithm above the median."""
     from matplotlib.colors import Normalize, SymLogNorm  # noqa: PLC0415  (optional)
 
     known = values[np.isfinite(values)]
     largest = float(known.max()) if len(known) else 1.0
-    if top is None and len(known) and largest > 8 * float(np.median(known)) and largest > 10:
-        return SymLogNorm(linthresh=1, vmin=0, vmax=largest, base=10)
+    middle = max(1.0, float(np.median(known))) if len(known) else 1.0
+    if top is None and largest > 8 * middle:
+        return SymLogNorm(linthresh=middle, vmin=0, vmax=largest, base=10)
     return Normalize(0, max(largest, 1e-12) if top is None else top)
 
 
@@ -160,13 +161,14 @@ def plain_bar(bar: Any, unit: str) -> None:
 
     by_logarithm = isinstance(bar.norm, SymLogNorm)
     if by_logarithm:
-        largest = bar.norm.vmax
-        bar.set_ticks([t for t in (0, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000) if t <= largest])
+        middle, largest = bar.norm.linthresh, bar.norm.vmax
+        powers = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
+        bar.set_ticks([0, middle, *(t for t in powers if 1.4 * middle <= t <= largest)])
         bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(value)))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(float(f"{value:.3g}"))))
     bar.ax.tick_params(labelsize=9.5, colors=INK, color=FAINT)
     bar.outline.set_visible(False)
-    bar.set_label(f"{unit} (logarithmic)" if by_logarithm else unit, fontsize=10.5, color=INK)
+    bar.set_label(f"{unit} (logarithmic above the median)" if by_logarithm else unit, fontsize=10.5, color=INK)
 
 
 def _whole_ticks(axis: Any, count: int) -> None:
@@ -242,7 +244,7 @@ def layers_picture(run: Run) -> Picture | None:
     spans = np.array([one.spans for one in heads])  # [evaluations, layers, heads]
     steps = np.array([one.step for one in heads], dtype=float)
     mean, longest = np.nanmean(spans, axis=2).T, np.nanmax(spans, axis=2).T
-    figure, (upper, lower) = new_figure(2, 4.4 + 0.06 * max(0, spans.shape[1] - 12))
+    figure, (upper, lower) = new_figure(2, 4.0 + 0.06 * max(0, spans.shape[1] - 12))
     edges = np.concatenate(([steps[0] - (steps[1] - steps[0])], steps))  # a cell ends at its evaluation
     norm = scale(longest, None)
     for axes, values, words in ((upper, mean, "mean"), (lower, longest, "longest")):

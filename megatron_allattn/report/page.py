@@ -55,6 +55,9 @@ th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid var(--lin
 th { color: var(--faint); font-weight: 500; white-space: nowrap }
 tr:last-child td { border-bottom: 0 }
 td { overflow-wrap: anywhere }
+.stacked td { overflow-wrap: normal; white-space: nowrap }
+.stacked td > span { display: inline-block; max-width: 200px; white-space: normal; overflow-wrap: break-word }
+.stacked td:first-child > span { min-width: 150px }
 .events td:nth-child(-n+2) { white-space: nowrap; overflow-wrap: normal }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px }
 ul.missing { color: var(--faint); padding-left: 18px; overflow-wrap: anywhere }
@@ -65,6 +68,7 @@ footer { color: var(--faint); font-size: 13px; padding-top: 28px; padding-bottom
   table.stacked thead { display: none }
   table.stacked tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line) }
   table.stacked td { display: flex; gap: 12px; border: 0; padding: 3px 12px }
+  table.stacked td > span { min-width: 0; max-width: none; overflow-wrap: anywhere }
   table.stacked td::before { content: attr(data-name); flex: 0 0 112px; color: var(--faint); overflow-wrap: normal }
   .events td { padding: 6px 8px }
 }

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-SIZE = (6.4, 3.9)  # inches: its letters are readable both at half of a wide page and at a phone's width
-DPI = 150
+SIZE = (5.6, 3.5)  # inches: its letters are readable both at half of a wide page and at a phone's width
+DPI = 170
 INK, FAINT, GRID = "#22262b", "#6b7280", "#e5e7eb"
 BLUE, ORANGE, GREEN, PINK, SKY, YELLOW, RED = (
     *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#56b4e9", "#b58900", "#c1121f"),
