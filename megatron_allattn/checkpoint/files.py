@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, unreadable, usage_error
-from megatron_allattn.config.json_files import parse_json
+from megatron_allattn.config.json_files import MAX_BYTES, parse_json
 
 _ANOTHER = "name another one or remove it"
 WITHOUT_LINE = "take the line out, or move the file away"
@@ -243,7 +243,11 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         if not path.exists():
             return
         with path.open("rb") as handle:
-            for number, line in enumerate(handle, start=1):
+            lines = iter(lambda: handle.readline(MAX_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_BYTES:
+                    rule = f"line {number} has more than {MAX_BYTES:,} bytes, the most that is read of one"
+                    raise usage_error("file", path, rule, WITHOUT_LINE)
                 if line.endswith(b"\n"):
                     yield _parse_line(path, number, line)
     except OSError as error:

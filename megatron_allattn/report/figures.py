@@ -182,12 +182,9 @@ def speed_picture(run: Run) -> Picture:
     figure, (upper, *lower) = new_figure(2 if memory else 1, 4.0 if memory else SIZE[1])
     rates = run.metrics.train["tokens_per_second"]
     mean = smooth(rates, window_of(len(rates)))
-    for gid, curve, style in (
-        ("raw-speed", rates, {"alpha": 0.22, "linewidth": 0.7}),
-        ("speed", mean, {"linewidth": 1.6}),
-    ):
+    for gid, curve, alpha, width in (("raw-speed", rates, 0.22, 0.7), ("speed", mean, 1.0, 1.6)):
         thinned = thin(curve)
-        upper.plot(thinned.steps, thinned.values, color=BLUE, gid=gid, **style)
+        upper.plot(thinned.steps, thinned.values, color=BLUE, gid=gid, alpha=alpha, linewidth=width)
     upper.set_ylim(bottom=0)
     value_axis(upper)
     label(upper, y="tokens per second")

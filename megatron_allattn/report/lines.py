@@ -17,7 +17,7 @@ from megatron_allattn.config.checks import LARGEST
 from megatron_allattn.config.errors import UsageError, usage_error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One record of a file. All methods raise UsageError."""
 

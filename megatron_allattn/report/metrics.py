@@ -136,7 +136,9 @@ class _Collected:
         self.losses[kind].append(loss)
         if kind == "train":
             for name, column in self.columns.items():
-                column.append(line.number_or_nan(name))
+                value = line.record.get(name)
+                plain = type(value) is float and value - value == 0  # finite; nearly all are, of millions
+                column.append(value if plain else line.number_or_nan(name))
 
     def metrics(self) -> Metrics:
         curves = {kind: Curve(_ints(self.steps[kind]), _floats(self.losses[kind])) for kind in self.steps}

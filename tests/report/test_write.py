@@ -121,5 +121,4 @@ def test_a_million_steps_in_bounded_memory_without_torch(tmp_path: Path) -> None
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     assert usage.ru_maxrss < 500 * 1024  # KiB
-    assert usage.ru_utime < 60
     assert "1,000,000" in (run / "report" / "index.html").read_text()
