@@ -161,8 +161,8 @@ def comparison_table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             run.config.recipe or "none",
             facts.parameters_in_short(run),
             facts.steps(run),
-            facts.best(run),
-            facts.last(run, run.metrics.test),
+            _loss_of(run, run.metrics.valid.lowest),
+            _loss_of(run, run.metrics.test.last),
             facts.speed(run).removesuffix(" tokens/s"),
             facts.peak_memory(run),
             f"{len(run.observations.restarts):,}" if run.observations.starts else "not recorded",
@@ -173,3 +173,7 @@ def comparison_table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         for run in runs
     ]
     return header, rows
+
+
+def _loss_of(run: Run, point: tuple[int, float] | None) -> str:
+    return "none" if point is None else facts.number(run, point[1])
