@@ -41,7 +41,7 @@ setup(
     extras_require={
         "test": [
             *("pytest>=8.4", "pytest-xdist>=3.6", "ruff>=0.14", "mypy>=1.18", "import-linter>=2.5", "mpich>=4.3"),
-            *("safetensors>=0.5", "transformers>=5.20,<6", "hypothesis>=6.140"),
+            *("safetensors>=0.5", "transformers>=5.20,<6", "hypothesis>=6.140", "playwright>=1.50"),
         ],
         "plots": ["matplotlib>=3.9"],
         "tensorboard": ["tensorboard>=2.17"],

@@ -152,7 +152,7 @@ def test_system_packages_are_left_alone_without_apt_or_root(tmp_path: Path, pres
     )
     assert (done.returncode, done.stderr) == (0, "")
     reason = "not root" if "apt-get" in present else "no apt-get here"
-    packages = "openssh-server pdsh openmpi-bin numactl g++ slurmctld slurmd slurm-client munge iproute2"
+    packages = "openssh-server pdsh openmpi-bin numactl g++ slurmctld slurmd slurm-client munge iproute2 chromium"
     assert done.stdout.startswith(f"system-deps: {reason}; tests that need {packages} will skip")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.errors import UsageError, unreadable, usage_error
-from megatron_allattn.config.json_files import parse_json
+from megatron_allattn.config.json_files import MAX_BYTES, parse_json
 
 _ANOTHER = "name another one or remove it"
 WITHOUT_LINE = "take the line out, or move the file away"
@@ -195,7 +195,11 @@ def sync_folder(path: Path) -> None:
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` by a file with this text (UTF-8). Raises StorageError; the old file is then still there."""
-    content = text.encode()
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """The same, of bytes."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with storage_errors(path, len(content)):
         try:
@@ -229,20 +233,32 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
     Raises UsageError naming a line that is no record, or the file, where it is none or cannot be read.
     """
-    records = []
+    return list(iterate_json_lines(path))
+
+
+def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one at a time, in the memory of one line."""
     try:
         check_regular("file", path, "move it away")
         if not path.exists():
-            return []
-        *lines, _torn = path.read_bytes().split(b"\n")
+            return
+        with path.open("rb") as handle:
+            lines = iter(lambda: handle.readline(MAX_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_BYTES:
+                    rule = f"line {number} has more than {MAX_BYTES:,} bytes, the most that is read of one"
+                    raise usage_error("file", path, rule, WITHOUT_LINE)
+                if line.endswith(b"\n"):
+                    yield _parse_line(path, number, line)
     except OSError as error:
         raise unreadable("file", path, error, "move it away") from None
-    for number, line in enumerate(lines, start=1):
-        record = parse_json("file", path, line, f"line {number}: {WITHOUT_LINE}")
-        if not isinstance(record, dict):
-            raise usage_error("file", path, f"line {number} holds no object", WITHOUT_LINE)
-        records.append(record)
-    return records
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    record = parse_json("file", path, line, f"line {number}: {WITHOUT_LINE}")
+    if not isinstance(record, dict):
+        raise usage_error("file", path, f"line {number} holds no object", WITHOUT_LINE)
+    return record
 
 
 def write_json_lines_atomic(path: Path, records: Iterable[dict[str, Any]]) -> None:
