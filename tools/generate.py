@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 tools/generate.py --load RUN --tensor-model-parallel-size 2 --greedy < prompt.txt
 
 Prints each prompt as the model reads it and what follows, token by token. A prompt is taken exactly as it is (a line
-end at its end is part of it, but not in --prompts-file). The same command runs under python, deepspeed, torchrun, mpirun
-and srun. Flags may be written with - or _.
+end at its end is part of it, but not in --prompts-file). The same command runs under python, deepspeed, torchrun,
+mpirun and srun. Flags may be written with - or _.
 """
 
 import argparse
