@@ -74,6 +74,27 @@ def test_standard_input_under_a_launcher(folder: Path, expected: str) -> None:
     assert done.stdout.decode() == expected
 
 
+@pytest.mark.cluster
+def test_a_conversation_under_a_launcher(folder: Path) -> None:
+    def spoken(*command: str, size: int) -> str:
+        flags = ("--num-tokens-to-generate", "9", "--tensor-model-parallel-size", str(size))
+        done = subprocess.run(
+            [*command, TOOL, "--load", "run", "--interactive", *flags],
+            input=b"the of\n\n/reset\nthe of",
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            timeout=240,
+            check=True,
+        )
+        return done.stdout.decode()
+
+    alone = spoken(sys.executable, size=1)
+    first, second, third = (alone[at : at + 10] for at in (0, 10, 20))
+    assert first == third != second and len(alone) == 30
+    assert spoken("torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), size=2) == alone
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -90,6 +111,30 @@ def test_standard_input_under_a_launcher(folder: Path, expected: str) -> None:
         (["--load", "R", "--greedy", "--num-samples", "1"], "error: --num-samples 1: has no effect with --greedy"),
         (["--load", "R", "--bf16", "--float64"], "error: --bf16 --float64: there is one precision"),
         (["--load", "R", "--prompt", "a", "--prompt-file", "b"], "error: --prompt-file b: --prompt is given too"),
+        (
+            ["--load", "R", "--prompts-file", "a", "--prompt=b"],
+            "error: --prompts-file a: --prompt is given too; give one",
+        ),
+        (
+            ["--load", "R", "--prompt-file", "a", "--interactive"],
+            "error: flag --interactive: --prompt-file is given too",
+        ),
+        (
+            ["--load", "R", "--interactive", "--num-samples", "2"],
+            "error: --num-samples 2: has no effect with --interac",
+        ),
+        (
+            ["--load", "R", "--interactive", "--batch-size", "2"],
+            "error: --batch-size 2: has no effect with --interacti",
+        ),
+        (
+            ["--load", "R", "--interactive", "--json"],
+            "error: flag --json: has no effect with --interactive; leave one of",
+        ),
+        (["--load", "R", "--prompt-file", "a", "--prompt-file", "b"], "error: flag --prompt-file: is given twice"),
+        (["--load", "R", "--stop", "a", "--stop", ""], "error: argument --stop: '': must have at least one character"),
+        (["--load", "R", "--stop", "a\udcff"], r"error: argument --stop: 'a\udcff': must be valid UTF-8"),
+        (["--load", "R", "--batch-size", "0"], "error: argument --batch-size: '0': must be an integer from 1 to"),
     ],
 )
 def test_a_bad_flag_is_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
