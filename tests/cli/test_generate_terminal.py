@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -58,16 +59,19 @@ class Terminal:
         content = text.encode()
         for start in range(0, len(content), 500):
             os.write(self._ours, content[start : start + 500])
-            while select.select([self._ours], [], [], 0.1)[0]:
-                self._unread += os.read(self._ours, 65536)
+            self._read(0.1)
+
+    def _read(self, seconds: float) -> None:
+        """What comes, at most once."""
+        if select.select([self._ours], [], [], seconds)[0]:
+            self._unread += os.read(self._ours, 65536)
 
     def expect(self, pattern: bytes) -> bytes:
         """What is shown up to a match of this, which comes before long."""
         deadline = time.monotonic() + PATIENCE
         while (found := re.search(pattern, self._unread)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self._unread!r}"
-            if select.select([self._ours], [], [], 0.5)[0]:
-                self._unread += os.read(self._ours, 65536)
+            self._read(0.5)
         shown, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return shown
 
@@ -88,6 +92,7 @@ def terminal(folder: Path) -> Iterator[Terminal]:
 
 def test_a_terminal(terminal: Terminal) -> None:
     assert b"Ctrl-D" in terminal.expect(rb"\n> ")
+    assert terminal.settings() != terminal.before or find_spec("readline") is None  # lines can be edited
     terminal.type("the of\n")
     terminal.expect(rb"the of\r\n[a-z ]{40}")
     terminal.type("\x03")  # Ctrl-C stops the answer

@@ -69,10 +69,16 @@ def uncached(network: Network, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_is_what_a_pass_without_a_cache_says(variant: str, case: str) -> None:
-    network = network_of(variant, case)
-    for prompt, found in zip(PROMPTS, written(network, PROMPTS, greedy), strict=True):
+    network, seen = network_of(variant, case), []
+
+    def choose(log_probs: Tensor) -> Tensor:
+        seen.append(log_probs)
+        return greedy(log_probs)
+
+    for row, (prompt, found) in enumerate(zip(PROMPTS, written(network, PROMPTS, choose), strict=True)):
         said = uncached(network, prompt + found)[len(prompt) - 1 : -1]
         assert found == said.argmax(dim=-1).tolist()
+        torch.testing.assert_close(torch.stack(seen)[:, row], said, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["plain", "window, masked, position values"])
