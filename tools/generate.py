@@ -104,8 +104,8 @@ def _check(given: argparse.Namespace) -> None:
 
     def refused(name: str, rule: str, fix: str) -> UsageError:
         value = getattr(given, name)
-        what = ("flag", _flag(name)) if value is True else (_flag(name), value)
-        return usage_error(*what, rule, fix)
+        what, shown = ("flag", _flag(name)) if value is True else (_flag(name), value)
+        return usage_error(what, shown, rule, fix)
 
     first, *more = [*having(PROMPT_FLAGS), ""]
     if more and more[0]:

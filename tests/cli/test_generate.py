@@ -1,5 +1,6 @@
 """tools/generate.py: one text under every launcher, from standard input too; mistakes in one line; no DeepSpeed."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def generate(folder: Path, *flags: str, launcher: tuple[str, ...] = (sys.executa
 def main(*argv: str) -> int:
     """The tool in this process, for what it refuses before torch is loaded."""
     return runpy.run_path(TOOL)["main"](list(argv))
+
+
+def test_a_file_of_prompts_to_lines_of_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "prompts.jsonl").write_text('"the of"\n{"prompt": "and "}\n')
+    several = ("--load", str(folder / "run"), "--prompts-file", str(folder / "prompts.jsonl"), "--batch-size", "1")
+    assert main(*several, "--json", "--greedy", "--stop", "e", "--stop", " ") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["prompt"], one["sample"], one["prompt_text"]) for one in found] == [(0, 0, "the of"), (1, 0, "and ")]
+    assert main(*several[:2], "--prompt", "the of", "--prompt", "and ", "--greedy") == 0
+    free = capsys.readouterr().out.removeprefix("--- prompt 1 of 2 ---\nthe of").split("\n--- prompt 2 of 2 ---\nand ")
+    for one, text in zip(found, free, strict=True):
+        shown = text[: min(place for stop in "e " if (place := text.find(stop)) >= 0)]
+        assert (one["text"], one["finish"], one["stop"]) == (shown, "stop", text[len(shown)])
 
 
 @pytest.mark.layouts
