@@ -2,7 +2,7 @@
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -14,9 +14,13 @@ Precision = Literal["float32", "bfloat16", "float64"]
 
 
 class ToolParser(argparse.ArgumentParser):
-    """argparse with one-line errors, whose flags are given at most once and never abbreviated, with - or _."""
+    """argparse with one-line errors, whose flags are given at most once and never abbreviated, with - or _.
 
-    def __init__(self, name: str, description: str | None) -> None:
+    repeatable: those that may be given more often.
+    """
+
+    def __init__(self, name: str, description: str | None, repeatable: Collection[str] = ()) -> None:
+        self._repeatable = repeatable
         super().__init__(
             prog=name,
             description=description,
@@ -36,7 +40,7 @@ class ToolParser(argparse.ArgumentParser):
                 if name not in self._option_string_actions:
                     near = difflib.get_close_matches(name, self._option_string_actions, n=1)
                     raise usage_error("flag", name, "is unknown", f"did you mean {near[0]}?" if near else "see --help")
-                if name in given:
+                if name in given and name not in self._repeatable:
                     raise usage_error("flag", name, "is given twice", "give it once")
                 given.add(name)
             words.append(name + equals + value)

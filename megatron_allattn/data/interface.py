@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """The id of a line end, under `eos` that of <eos>; None if it has none."""
 
     @property
+    def end_of_text_id(self) -> int | None:
+        """The id of what ends a text and is no part of it; None if there is none."""
+
+    @property
     def cutter(self) -> Cutter:
         """Where text may be cut so that the ids of its pieces are those of the whole."""
 
@@ -98,6 +102,7 @@ class Described:
     name: str
     vocab_size: int
     newline: Newline = "symbol"
+    end_of_text_id: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         raise NotImplementedError

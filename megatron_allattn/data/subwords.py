@@ -120,6 +120,8 @@ class SentencePieceTokenizer(Described):
         self.vocab_size = int(self._pieces.GetPieceSize())
         self.unknown_id = int(self._pieces.unk_id())
         self.newline_id = self._find_newline(source)
+        end = int(self._pieces.eos_id())
+        self.end_of_text_id = end if end >= 0 and end != self.newline_id else None
         self._dtype = dtype_for_vocabulary(self.vocab_size)
         mark = [self._pieces.PieceToId(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         plain = self._pieces.Normalize(" a  b ") == " a  b ".replace(" ", SPACE_MARK)

@@ -1,30 +1,31 @@
-"""tools/generate.py as one rank of those that share the heads of a model: read the prompt, load, write on.
+"""tools/generate.py as one rank of those that share the heads of a model: read the prompts, load, write on.
 
-The first rank reads the prompt and prints; every rank draws the same tokens. Errors and exit codes are those of
-training (training/main.py): 0 done, 2 the user's mistake, 1 anything else.
+The first rank reads the prompts and prints; every rank draws the same tokens and ends at the same ones. Errors and exit
+codes are those of training (training/main.py): 0 done, 2 the user's mistake, 1 anything else.
 """
 
-import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
-from megatron_allattn.config.checks import check_regular
 from megatron_allattn.config.rules import check_replicas
 from megatron_allattn.config.tool_flags import Precision
 from megatron_allattn.data.tokenizers import Tokenizer, tokenizer_from_json
 from megatron_allattn.engine.interface import find_spans, local_spans
-from megatron_allattn.inference.decoding import continuations
+from megatron_allattn.inference.answer import Answer
+from megatron_allattn.inference.conversation import Conversation, converse
+from megatron_allattn.inference.decoding import continuations, read_prompts
 from megatron_allattn.inference.model import LoadedModel, load_model
+from megatron_allattn.inference.printing import JsonPrinter, Printer, Sample, TextPrinter
+from megatron_allattn.inference.prompts import PromptSource, encode_all
 from megatron_allattn.inference.reader import Reader
-from megatron_allattn.inference.sampling import Sampler, Sampling, greedy
-from megatron_allattn.inference.text_stream import TextStream
+from megatron_allattn.inference.sampling import Choose, Sampler, Sampling, greedy
 from megatron_allattn.parallel.collectives import agree, broadcast_object
 from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
@@ -38,17 +39,34 @@ T = TypeVar("T")
 class GenerationOptions:
     """What the command line asks for.
 
-    prompt: the text itself, a file, or None: standard input · sampling: None: always the likeliest token.
+    prompts: None: a conversation on standard input · num_tokens: at most, of a sample · num_samples: of each prompt ·
+    batch_size: samples that are written side by side · sampling: None: always the likeliest token · stops: not empty ·
+    json: print lines of JSON.
     """
 
     load: Path
-    prompt: bytes | Path | None
+    prompts: PromptSource | None
     num_tokens: int
     num_samples: int
+    batch_size: int
     sampling: Sampling | None
     seed: int
+    stops: tuple[str, ...]
+    json: bool
     parallel: ParallelConfig
     precision: Precision
+
+    def choose(self, samples: list[tuple[int, int]]) -> Choose:
+        """What chooses the tokens of these samples (`Sampler`)."""
+        return greedy if self.sampling is None else Sampler(self.sampling, self.seed, samples)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that is ready to write. new_reader: of one stream that has not started."""
+
+    tokenizer: Tokenizer
+    new_reader: Callable[[], Reader]
 
 
 def run_generation(options: GenerationOptions) -> int:
@@ -61,40 +79,83 @@ def run_generation(options: GenerationOptions) -> int:
     return as_rank(lambda world_size: _check_processes(options.parallel, world_size), options.parallel, body)
 
 
-def generate(options: GenerationOptions, groups: Groups, device: torch.device) -> list[list[int]]:
-    """Print the prompt and its continuations on the first rank; returns the tokens of each sample's continuation.
+def generate(options: GenerationOptions, groups: Groups, device: torch.device) -> list[Answer]:
+    """Print the prompts and their continuations on the first rank; returns these, prompt after prompt.
 
-    The first sample is printed as it comes. Collective.
+    Or have a conversation, of which nothing is returned. Collective.
     """
 
     def agreed(action: Callable[[], T]) -> T:
         return agree(action, groups.world, exit_code)
 
-    text, source = agreed(lambda: _text_of(options.prompt) if groups.rank == 0 else (b"", ""))
+    source, first = options.prompts, groups.rank == 0
+    texts = agreed(lambda: source.read() if first and source is not None else [])
+    writer = _load(options, groups, device)
+    if source is None:
+        conversation = Conversation(
+            writer.tokenizer,
+            writer.new_reader,
+            lambda turn: options.choose([(turn, 0)]),
+            num_tokens=options.num_tokens,
+            stops=options.stops,
+        )
+        converse(conversation, groups.world, 60 * options.parallel.distributed_timeout_minutes)
+        return []
+    prompts = broadcast_object(agreed(lambda: encode_all(texts, writer.tokenizer) if first else []), groups.world)
+    numbers = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
+    found = []
+    for start in range(0, len(numbers), options.batch_size):
+        found += _write(options, writer, prompts, numbers[start : start + options.batch_size], first)
+    return found
+
+
+def _write(
+    options: GenerationOptions, writer: Writer, prompts: list[list[int]], numbers: list[tuple[int, int]], shows: bool
+) -> list[Answer]:
+    """Continue these prompts' samples side by side, until the last is over."""
+    copies = Counter(prompt for prompt, _ in numbers)
+    samples = [
+        Sample(prompt, sample, Answer(writer.tokenizer, prompts[prompt], options.num_tokens, options.stops))
+        for prompt, sample in numbers
+    ]
+    printer = _printer(options, samples, len(prompts)) if shows else None
+    reader, log_probs = read_prompts(writer.new_reader, [prompts[prompt] for prompt in copies], list(copies.values()))
+    for tokens in continuations(reader, log_probs, options.choose(numbers)):
+        for sample, token in zip(samples, tokens, strict=True):
+            if sample.answer.finish is None:
+                sample.answer.add(token)
+        if printer is not None:
+            printer.show()
+        if all(sample.answer.finish for sample in samples):
+            break
+    return [sample.answer for sample in samples]
+
+
+def _printer(options: GenerationOptions, samples: list[Sample], num_prompts: int) -> Printer:
+    if options.json:
+        return JsonPrinter(samples)
+
+    def title(sample: Sample) -> str:
+        places = (("prompt", sample.prompt, num_prompts), ("sample", sample.sample, options.num_samples))
+        words = ", ".join(f"{what} {number + 1} of {count}" for what, number, count in places if count > 1)
+        return f"--- {words} ---\n" if words else ""
+
+    return TextPrinter(samples, title)
+
+
+def _load(options: GenerationOptions, groups: Groups, device: torch.device) -> Writer:
+    """Collective. Raises UsageError: there is no model, or none that can write."""
     model = load_model(options.load, groups, device, getattr(torch, options.precision))
     if groups.rank == 0:
         for note in model.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-    agreed(lambda: _check_finite(model))
-    tokenizer = agreed(lambda: tokenizer_from_json(model.state["tokenizer"], str(model.step_folder / "state.json")))
-    prompt = broadcast_object(
-        agreed(lambda: _prompt_tokens(text, source, tokenizer) if groups.rank == 0 else None), groups.world
-    )
+    agree(lambda: _check_finite(model), groups.world, exit_code)
+    source = str(model.step_folder / "state.json")
+    tokenizer = agree(lambda: tokenizer_from_json(model.state["tokenizer"], source), groups.world, exit_code)
     network = model.network
     network.fold_scales()
-    choose = greedy if options.sampling is None else Sampler(options.sampling, options.seed, options.num_samples)
-    reader = Reader(network, find_spans(network, local_spans(network)), 1)
-    steps = islice(continuations(reader, prompt, choose, options.num_samples), options.num_tokens)
-    writer = _Writer(tokenizer, prompt, options.num_samples) if groups.rank == 0 else None
-    positions = []
-    for tokens in steps:
-        positions.append(tokens)
-        if writer is not None:
-            writer.add(tokens[0])
-    samples = [list(sample) for sample in zip(*positions, strict=True)]
-    if writer is not None:
-        writer.end(samples)
-    return samples
+    spans = find_spans(network, local_spans(network))
+    return Writer(tokenizer, lambda: Reader(network, spans, 1))
 
 
 def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
@@ -112,72 +173,3 @@ def _check_finite(model: LoadedModel) -> None:
         if not parameter.isfinite().all():
             rule = f"{logical.name} holds numbers that are not finite"
             raise UsageError(f"{model.step_folder}: {rule}; load another step")
-
-
-def _prompt_tokens(text: bytes, source: str, tokenizer: Tokenizer) -> list[int]:
-    """The prompt's tokens. Raises UsageError: it is not of the model's vocabulary, or is empty."""
-    if tokenizer.unit != "byte":
-        try:
-            text.decode()
-        except UnicodeDecodeError as error:
-            rule = f"byte {error.start} (0x{text[error.start]:02x}) is not valid UTF-8"
-            raise usage_error("text of", source, rule, "give UTF-8 text") from None
-    try:
-        ids, unknown = tokenizer.encode_counting(text, source=source)
-    except UsageError as error:  # its way out is for those who prepare data
-        raise UsageError(f"{str(error).rpartition('; ')[0]}; leave it out of the prompt") from None
-    if not len(ids):
-        fix = "give at least one token to go on from"
-        what, value = ("--prompt", repr(os.fsdecode(text))) if source == "--prompt" else ("text of", source)
-        raise usage_error(what, value, f"has no token of the {tokenizer.name} vocabulary", fix)
-    if unknown:
-        what = f"{unknown:,} of the prompt's {len(ids):,} tokens are <unk>: the vocabulary lacks what they stand for"
-        print(f"note: {what}", file=sys.stderr, flush=True)
-    return ids.tolist()
-
-
-def _text_of(given: bytes | Path | None) -> tuple[bytes, str]:
-    """The prompt's text and the name of where it is from. Raises UsageError: it cannot be read."""
-    if isinstance(given, bytes):
-        return given, "--prompt"
-    if given is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            rule = "standard input has no text"
-            raise usage_error("--prompt", "(left out)", rule, "give --prompt or --prompt-file, or pipe a text in")
-        return sys.stdin.buffer.read(), "standard input"
-    fix = "give a text file, or pipe the text in"
-    try:
-        check_regular("--prompt-file", given, fix)
-        return given.read_bytes(), str(given)
-    except OSError as error:
-        raise usage_error("--prompt-file", given, f"cannot be read ({error.strerror})", fix) from None
-
-
-class _Writer:
-    """Prints the prompt and the first sample as it comes, and the other samples behind it."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], num_samples: int) -> None:
-        self._tokenizer, self._prompt, self._num_samples = tokenizer, prompt, num_samples
-        self._start(0)
-
-    def _start(self, sample: int) -> None:
-        self._stream = TextStream(self._tokenizer)
-        if self._num_samples > 1:
-            self._show(f"--- sample {sample + 1} of {self._num_samples} ---\n")
-        self._show("".join(map(self._stream.add, self._prompt)))
-
-    def add(self, token: int) -> None:
-        """The next token of the sample that is being printed."""
-        self._show(self._stream.add(token))
-
-    def end(self, samples: list[list[int]]) -> None:
-        """All is generated; samples: the tokens of each one."""
-        self._show(self._stream.end() + "\n")
-        for number, sample in enumerate(samples[1:], start=1):
-            self._start(number)
-            self._show("".join(map(self._stream.add, sample)) + self._stream.end() + "\n")
-
-    def _show(self, text: str) -> None:
-        if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()

@@ -4,6 +4,8 @@ That is K and V of every head as far back as the head looks (kernels/cached.py).
 for, to hold one against the other; it sees earlier blocks through hidden states, as in training.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -50,9 +52,23 @@ class Reader:
 
     def repeat(self, count: int) -> None:
         """Go on with `count` copies of every stream, side by side."""
-        assert self._kept is not None and isinstance(self._slot, _NoStates), "only keys and values can be copied"
-        self._kept.repeat(count)
-        self._slot.repeat(count)
+        for part in self._parts():
+            part.repeat(count)
+
+    def join(self, others: Sequence["Reader"]) -> None:
+        """Go on with the streams of other readers of the same network behind its own, one token of each at a time.
+
+        Each has read something; how much may differ. The others are not used any more.
+        """
+        kept, slot = self._parts()
+        parts = [reader._parts() for reader in others]
+        kept.join([other for other, _ in parts])
+        slot.join([other for _, other in parts])
+
+    def _parts(self) -> "tuple[CachedAttention, _NoStates]":
+        """What there is of each stream."""
+        assert self._kept is not None and isinstance(self._slot, _NoStates), "only keys and values are copied or joined"
+        return self._kept, self._slot
 
 
 def named_attend(name: str, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Attend | None:
@@ -88,3 +104,7 @@ class _NoStates:
 
     def repeat(self, count: int) -> None:
         self._empty = self._empty.repeat_interleave(count, dim=0)
+
+    def join(self, others: Sequence["_NoStates"]) -> None:
+        slots = (self, *others)
+        self._empty, self.length = torch.cat([slot._empty for slot in slots]), min(slot.length for slot in slots)

@@ -19,7 +19,7 @@ from megatron_allattn.checkpoint import adaptive_span
 from megatron_allattn.checkpoint.companion import check_companion, read_companion
 from megatron_allattn.config import ModelConfig, ParallelConfig, RunConfig, UsageError, check_world, usage_error
 from megatron_allattn.engine.interface import find_spans, local_spans
-from megatron_allattn.inference.decoding import continuations
+from megatron_allattn.inference.decoding import continuations, read_prompt
 from megatron_allattn.inference.reader import Reader, named_attend
 from megatron_allattn.inference.sampling import greedy
 from megatron_allattn.inference.scoring import code_protocol, score
@@ -199,5 +199,6 @@ def _continue(network: Network, prompt: list[int], count: int, attend: Attend | 
         return greedy(log_probs)
 
     reader = Reader(network, find_spans(network, local_spans(network)), 1, attend)
-    tokens = [token for [token] in islice(continuations(reader, prompt, choose), count)]
+    steps = continuations(reader, read_prompt(reader, prompt), choose)
+    tokens = [token for [token] in islice(steps, count)]
     return tokens, min(margins)

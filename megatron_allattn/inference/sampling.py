@@ -6,16 +6,20 @@
                      (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751)
 
 in this order, each on what the one before leaves, made to sum to 1 again. Draws are made on the CPU in float64 from a
-generator per sample, seeded by (seed, sample): every tensor-parallel rank, which has the same log-probabilities, draws
-the same token, and a sample does not depend on how many there are.
+generator per sample, seeded by (seed, prompt's number, sample's number): every tensor-parallel rank, which has the same
+log-probabilities, draws the same token, and a sample does not depend on what is drawn beside it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_allattn.parallel.random import tensor_generator
+
+Choose = Callable[[Tensor], Tensor]
+"""Log-probabilities [S, V] of the next tokens → ids [S]."""
 
 
 def greedy(log_probs: Tensor) -> Tensor:
@@ -49,11 +53,14 @@ def candidates(log_probs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 class Sampler:
-    """Draws the tokens of `num_samples` samples, position after position."""
+    """Draws the tokens of several samples, position after position.
 
-    def __init__(self, sampling: Sampling, seed: int, num_samples: int = 1) -> None:
+    samples: of each the number of its prompt and its own number among that prompt's, from 0.
+    """
+
+    def __init__(self, sampling: Sampling, seed: int, samples: Sequence[tuple[int, int]] = ((0, 0),)) -> None:
         self._sampling = sampling
-        self._generators = [tensor_generator(seed, f"sample {number}") for number in range(num_samples)]
+        self._generators = [tensor_generator(seed, f"prompt {prompt}, sample {sample}") for prompt, sample in samples]
 
     def __call__(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities [S, V] → ids [S] on the CPU."""

@@ -11,6 +11,7 @@ Shape letters as in interface.py (H local heads), and: S_h distances of head h, 
 heads together.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -29,6 +30,7 @@ from megatron_allattn.kernels.interface import (
 )
 from megatron_allattn.parallel.products import widen
 
+_PER_STREAM = ("keys", "values", "ahead")  # of a layer
 SLACK = 64  # tokens that are written behind a head's rows before they move back to the front
 
 
@@ -61,6 +63,7 @@ class CachedAttention:
         layer = self._layers[state.layer]
         assert layer.length == state.cached, f"{state.cached} tokens have passed, {layer.length} of them through here"
         own, length, whole = block_BMD.dtype, block_BMD.shape[1], whole_tiles(widen(block_BMD))
+        assert length == 1 or not layer.uneven, "streams of unequal length go on one token at a time"
         projected = project(whole, weights)
         if length == 1:
             y = layer.attend_to_one(projected.q, weights)
@@ -77,6 +80,11 @@ class CachedAttention:
         for layer in self._layers.values():
             layer.repeat(count)
 
+    def join(self, others: Sequence["CachedAttention"]) -> None:
+        """Go on with the others' streams behind these, of whatever lengths, one token at a time. All have started."""
+        for number, layer in self._layers.items():
+            layer.join([other._layers[number] for other in others])
+
 
 class _Layer:
     """K and V before a layer's next token, and attention of one token to them.
@@ -84,6 +92,9 @@ class _Layer:
     keys, values [B, R + SLACK, K]: the heads' rows one after the other, S_h + SLACK from the start of one head to the
     start of the next. Of these, S_h from `first` on are in use, oldest first; a new position is written behind them. So
     in a view of R rows from `first` on, every head's rows, and with them its distances, stay at the same place.
+
+    Streams of unequal length lie side by side, since positions that one has not had are zeros. Only where an empty
+    cache is masked must they be told apart: a stream has had `length` tokens, and `ahead` [B, 1, 1] more.
     """
 
     def __init__(self, block: Tensor, weights: LayerWeights, settings: AttentionSettings, state: BlockState) -> None:
@@ -93,6 +104,8 @@ class _Layer:
         self.rows = self.starts[-1] + self.spans[-1]
         self.keys, self.values = block.new_zeros(2, block.shape[0], self.rows + SLACK, self.size)
         self.first = self.length = 0
+        self.ahead = torch.zeros(len(block), 1, 1, dtype=torch.int64, device=block.device)
+        self.uneven = False
         self.settings = settings
         self._make_tables(weights, block)
 
@@ -100,7 +113,7 @@ class _Layer:
         """What the span masks and the places of a head's rows say, for all heads: [H, S] by distance S … 1."""
         distances = torch.arange(self.longest, 0, -1, device=block.device)
         spans = torch.tensor(self.spans, device=block.device)
-        beyond = distances > spans[:, None]
+        self._distances, beyond = distances, distances > spans[:, None]
         wide = wide_type(block.dtype)
         masks = torch.ones(beyond.shape, dtype=wide, device=block.device)
         if weights.span is not None:
@@ -143,7 +156,7 @@ class _Layer:
         by_row, by_distance = self._places(len(q_BHK))
         scores.flatten(1).scatter_add_(1, by_distance, products.gather(1, by_row))
         if self.settings.empty_cache == "mask" and self.length < self.longest:
-            scores[..., : self.longest - self.length] = -torch.inf
+            scores[..., : self.longest].masked_fill_(self._distances > self.length + self.ahead, -torch.inf)
         a = scores.softmax(dim=-1)
         if self.masks is not None:
             a[..., : self.longest] *= self.masks
@@ -189,4 +202,19 @@ class _Layer:
             memory[:, start : start + span] = torch.cat([kept, own], dim=1)
 
     def repeat(self, count: int) -> None:
-        self.keys, self.values = (memory.repeat_interleave(count, dim=0) for memory in (self.keys, self.values))
+        for name in _PER_STREAM:
+            setattr(self, name, getattr(self, name).repeat_interleave(count, dim=0))
+
+    def join(self, others: Sequence["_Layer"]) -> None:
+        layers = (self, *others)
+        for layer in layers:
+            layer.ahead += layer.length
+            nothing = layer.keys.new_zeros(len(layer.keys), 0, len(layer.spans) * layer.size)
+            for name in ("keys", "values"):
+                layer._restart(name, nothing)
+        for name in _PER_STREAM:
+            setattr(self, name, torch.cat([getattr(layer, name) for layer in layers]))
+        self.first, self.length = 0, int(self.ahead.min())
+        assert self.length > 0, "a stream that is joined has read something"
+        self.ahead -= self.length
+        self.uneven = bool(self.ahead.any())

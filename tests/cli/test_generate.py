@@ -1,5 +1,6 @@
 """tools/generate.py: one text under every launcher, from standard input too; mistakes in one line; no DeepSpeed."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -52,6 +53,19 @@ def main(*argv: str) -> int:
     return runpy.run_path(TOOL)["main"](list(argv))
 
 
+def test_a_file_of_prompts_to_lines_of_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "prompts.jsonl").write_text('"the of"\n{"prompt": "and "}\n')
+    several = ("--load", str(folder / "run"), "--prompts-file", str(folder / "prompts.jsonl"), "--batch-size", "1")
+    assert main(*several, "--json", "--greedy", "--stop", "e", "--stop", " ") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["prompt"], one["sample"], one["prompt_text"]) for one in found] == [(0, 0, "the of"), (1, 0, "and ")]
+    assert main(*several[:2], "--prompt", "the of", "--prompt", "and ", "--greedy") == 0
+    free = capsys.readouterr().out.removeprefix("--- prompt 1 of 2 ---\nthe of").split("\n--- prompt 2 of 2 ---\nand ")
+    for one, text in zip(found, free, strict=True):
+        shown = text[: min(place for stop in "e " if (place := text.find(stop)) >= 0)]
+        assert (one["text"], one["finish"], one["stop"]) == (shown, "stop", text[len(shown)])
+
+
 @pytest.mark.layouts
 def test_two_processes(folder: Path, expected: str) -> None:
     pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
@@ -74,6 +88,27 @@ def test_standard_input_under_a_launcher(folder: Path, expected: str) -> None:
     assert done.stdout.decode() == expected
 
 
+@pytest.mark.cluster
+def test_a_conversation_under_a_launcher(folder: Path) -> None:
+    def spoken(*command: str, size: int) -> str:
+        flags = ("--num-tokens-to-generate", "9", "--tensor-model-parallel-size", str(size))
+        done = subprocess.run(
+            [*command, TOOL, "--load", "run", "--interactive", *flags],
+            input=b"the of\n\n/reset\nthe of",
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            timeout=240,
+            check=True,
+        )
+        return done.stdout.decode()
+
+    alone = spoken(sys.executable, size=1)
+    first, second, third = (alone[at : at + 10] for at in (0, 10, 20))
+    assert first == third != second and len(alone) == 30
+    assert spoken("torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), size=2) == alone
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -90,6 +125,30 @@ def test_standard_input_under_a_launcher(folder: Path, expected: str) -> None:
         (["--load", "R", "--greedy", "--num-samples", "1"], "error: --num-samples 1: has no effect with --greedy"),
         (["--load", "R", "--bf16", "--float64"], "error: --bf16 --float64: there is one precision"),
         (["--load", "R", "--prompt", "a", "--prompt-file", "b"], "error: --prompt-file b: --prompt is given too"),
+        (
+            ["--load", "R", "--prompts-file", "a", "--prompt=b"],
+            "error: --prompts-file a: --prompt is given too; give one",
+        ),
+        (
+            ["--load", "R", "--prompt-file", "a", "--interactive"],
+            "error: flag --interactive: --prompt-file is given too",
+        ),
+        (
+            ["--load", "R", "--interactive", "--num-samples", "2"],
+            "error: --num-samples 2: has no effect with --interac",
+        ),
+        (
+            ["--load", "R", "--interactive", "--batch-size", "2"],
+            "error: --batch-size 2: has no effect with --interacti",
+        ),
+        (
+            ["--load", "R", "--interactive", "--json"],
+            "error: flag --json: has no effect with --interactive; leave one of",
+        ),
+        (["--load", "R", "--prompt-file", "a", "--prompt-file", "b"], "error: flag --prompt-file: is given twice"),
+        (["--load", "R", "--stop", "a", "--stop", ""], "error: argument --stop: '': must have at least one character"),
+        (["--load", "R", "--stop", "a\udcff"], r"error: argument --stop: 'a\udcff': must be valid UTF-8"),
+        (["--load", "R", "--batch-size", "0"], "error: argument --batch-size: '0': must be an integer from 1 to"),
     ],
 )
 def test_a_bad_flag_is_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

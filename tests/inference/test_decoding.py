@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_allattn.engine.interface import find_spans, local_spans
 from megatron_allattn.inference import decoding
-from megatron_allattn.inference.decoding import continuations
+from megatron_allattn.inference.decoding import continuations, read_prompts
 from megatron_allattn.inference.reader import Reader
 from megatron_allattn.inference.sampling import Sampler, Sampling, greedy
 from megatron_allattn.kernels import eager
@@ -21,6 +21,7 @@ from tests.support.variants import build, model_of
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 COUNT = 30
+TWO = [(0, 0), (0, 1)]  # samples
 SAMPLING = Sampling(temperature=0.8, top_k=9, top_p=0.95)
 
 
@@ -29,13 +30,14 @@ def network_of(group: Group = ALONE) -> Network:
     return build(model_of("all-attn", max_attention_span=12), group)
 
 
-def reader_of(network: Network, batch_size: int = 1) -> Reader:
-    return Reader(network, find_spans(network, local_spans(network)), batch_size)
+def reader_of(network: Network) -> Reader:
+    return Reader(network, find_spans(network, local_spans(network)), 1)
 
 
 def written(choose, num_samples: int = 1, network: Network | None = None) -> list[list[int]]:
     """The tokens of every sample."""
-    steps = continuations(reader_of(network or network_of()), PROMPT, choose, num_samples)
+    reader, log_probs = read_prompts(lambda: reader_of(network or network_of()), [PROMPT], [num_samples])
+    steps = continuations(reader, log_probs, choose)
     return [list(sample) for sample in zip(*islice(steps, COUNT), strict=True)]
 
 
@@ -66,7 +68,7 @@ def test_every_choice_is_made_from_what_the_model_says() -> None:
 
 
 def test_a_sample_does_not_depend_on_the_others() -> None:
-    one, three = written(Sampler(SAMPLING, 4)), written(Sampler(SAMPLING, 4, 3), 3)
+    one, three = written(Sampler(SAMPLING, 4)), written(Sampler(SAMPLING, 4, [(0, 0), (0, 1), (0, 2)]), 3)
     assert three[0] == one[0]
     assert len(set(map(tuple, three))) == 3
     for sample in three:  # each was drawn given its own tokens
@@ -83,17 +85,17 @@ def test_a_prompt_is_read_in_blocks_of_any_length(size: int, monkeypatch: pytest
 
 
 def _written(rank: int, world_size: int, sampled: bool) -> list[list[int]]:
-    choose = Sampler(SAMPLING, 4, 2) if sampled else greedy
+    choose = Sampler(SAMPLING, 4, TWO) if sampled else greedy
     return written(choose, 2, network_of(groups_of(world_size, 1).tensor))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_ranks_that_share_the_heads_write_the_same(pools: WorkerPools, sampled: bool) -> None:
-    expected = written(Sampler(SAMPLING, 4, 2) if sampled else greedy, 2)
+    expected = written(Sampler(SAMPLING, 4, TWO) if sampled else greedy, 2)
     assert pools(2).run(_written, sampled) == [expected] * 2
     assert pools(4).run(_written, sampled) == [expected] * 4
 
 
 def test_nothing_to_continue() -> None:
     with pytest.raises(AssertionError, match="something to continue"):
-        next(continuations(reader_of(network_of()), [], greedy))
+        read_prompts(lambda: reader_of(network_of()), [PROMPT, []], [1, 1])

@@ -1,6 +1,7 @@
 """What tools/generate.py prints of a checkpoint, for every kind of tokenizer, and the prompts that it refuses."""
 
 import io
+import json
 import os
 import sys
 from dataclasses import replace
@@ -14,14 +15,17 @@ from megatron_allattn.data.corpora import files_corpus
 from megatron_allattn.data.prepare import Preparation, prepare
 from megatron_allattn.data.tokenizers import Learner, SubwordLearner, Tokenizer, WordLearner, tokenizer_from_file
 from megatron_allattn.engine.interface import find_spans, local_spans
-from megatron_allattn.inference.decoding import continuations
 from megatron_allattn.inference.generation import GenerationOptions, generate
 from megatron_allattn.inference.model import load_model
+from megatron_allattn.inference.prompts import PromptSource
 from megatron_allattn.inference.reader import Reader
-from megatron_allattn.inference.sampling import Sampling, greedy
+from megatron_allattn.inference.sampling import Sampling
+from megatron_allattn.kernels import eager
 from megatron_allattn.parallel.groups import single_process_groups
 from tests.support.commands import english
-from tests.support.runs import untrained_run
+from tests.support.pool import WorkerPools
+from tests.support.runs import SMALL, untrained_run
+from tests.support.trajectories import groups_of
 
 CPU = torch.device("cpu")
 TEXT = "the cat café\n" + "".join(f"{english(20, seed)}\n" for seed in range(100))
@@ -32,6 +36,7 @@ TOKENIZERS: dict[str, str | Learner] = {
     "sentencepiece": SubwordLearner(vocab_size=290),
 }
 PROMPT = "the of\nand "
+SEVERAL = ("the", PROMPT, " ".join(["and the of"] * 40))  # the last is longer than the caches
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +49,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Preparation(corpus=files_corpus([found / "text.txt"]), prefix=found / f"{name}_data", tokenizer=tokenizer)
         )
         untrained_run(found / name, found / f"{name}_data")
+    (found / "adaptive_data.json").symlink_to("word_data.json")
+    adaptive = replace(SMALL, adaptive_cutoffs="5,9,20", adaptive_div_value=2, empty_cache="mask")
+    untrained_run(found / "adaptive", found / "word_data", adaptive)
     return found
+
+
+def texts(*prompts: str | bytes) -> PromptSource:
+    return PromptSource(texts=tuple(text.encode() if isinstance(text, str) else text for text in prompts))
 
 
 def options(load: Path, **changes) -> GenerationOptions:
     given = {
         "load": load,
-        "prompt": PROMPT.encode(),
+        "prompts": texts(PROMPT),
         "num_tokens": 12,
         "num_samples": 1,
+        "batch_size": 16,
+        "stops": (),
+        "json": False,
         "sampling": None,
         "seed": 1,
         "parallel": ParallelConfig(),
@@ -68,20 +83,40 @@ def tokenizer_of(load: Path) -> Tokenizer:
 def printed(options: GenerationOptions, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[int]], str]:
     """The tokens of the samples, and what was printed."""
     found = generate(options, single_process_groups(), CPU)
-    return found, capsys.readouterr().out
+    return [answer.tokens for answer in found], capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_prompt_and_what_follows(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    [tokens], text = printed(options(folder / name), capsys)
-    model = load_model(folder / name, single_process_groups(), CPU, torch.float32)
-    tokenizer = tokenizer_of(folder / name)
-    prompt = tokenizer.encode(PROMPT.encode()).tolist()
-    reader = Reader(model.network, find_spans(model.network, local_spans(model.network)), 1)
-    steps = continuations(reader, prompt, greedy)
-    assert tokens == [next(steps)[0] for _ in range(12)]
-    decoded = tokenizer.decode(prompt + tokens)
-    assert text == (decoded if isinstance(decoded, str) else decoded.decode(errors="replace")) + "\n"
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    decoded = tokenizer.decode(tokens)
+    return decoded if isinstance(decoded, str) else decoded.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, "adaptive"])
+def test_prompts_and_what_follows(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the likeliest tokens of one pass without a cache, through the eager backend."""
+    given = options(folder / name, prompts=texts(*SEVERAL), precision="float64")
+    found, text = printed(given, capsys)
+    network = load_model(folder / name, single_process_groups(), CPU, torch.float64).network
+    tokenizer, expected = tokenizer_of(folder / name), ""
+    for number, (prompt, tokens) in enumerate(zip(SEVERAL, found, strict=True), start=1):
+        ids = tokenizer.encode(prompt.encode()).tolist()
+        reader = Reader(network, find_spans(network, local_spans(network)), 1, eager.attend)
+        likeliest = reader(torch.tensor([ids + tokens]))[0].argmax(dim=-1).tolist()
+        assert tokens == likeliest[len(ids) - 1 : -1]
+        expected += f"--- prompt {number} of 3 ---\n{text_of(tokenizer, ids + tokens)}\n"
+    assert text == expected
+    assert printed(replace(given, prompts=texts(PROMPT)), capsys)[0] == found[1:2]
+
+
+def _tokens(rank: int, size: int, given: GenerationOptions) -> list[list[int]]:
+    return [answer.tokens for answer in generate(given, groups_of(size, 1), CPU)]
+
+
+@pytest.mark.parametrize("name", ["byte", "adaptive"])
+def test_two_ranks_write_the_same(folder: Path, pools: WorkerPools, name: str) -> None:
+    given = options(folder / name, prompts=texts(*SEVERAL), sampling=Sampling(), num_samples=2, precision="float64")
+    expected = [answer.tokens for answer in generate(given, single_process_groups(), CPU)]
+    assert pools(2).run(_tokens, given) == [expected] * 2
 
 
 def test_several_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,16 +137,86 @@ def test_a_prompt_from_a_file_or_standard_input(
     expected = printed(options(folder / "char"), capsys)
     file = folder / "prompt.txt"
     file.write_text(PROMPT)
-    assert printed(options(folder / "char", prompt=file), capsys) == expected
+    assert printed(options(folder / "char", prompts=PromptSource(file=file)), capsys) == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
-    assert printed(options(folder / "char", prompt=None), capsys) == expected
+    assert printed(options(folder / "char", prompts=PromptSource()), capsys) == expected
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_samples_do_not_depend_on_the_batch(folder: Path, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = options(
+        folder / "char", prompts=texts(*SEVERAL), sampling=Sampling(), num_samples=3, num_tokens=40, precision=precision
+    )
+    expected = printed(given, capsys)
+    assert len(set(map(tuple, expected[0]))) == 9
+    for size in (1, 2, 5):  # two and five cut a prompt's samples apart
+        assert printed(replace(given, batch_size=size), capsys) == expected
+
+
+def test_lines_of_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = options(folder / "char", prompts=texts(*SEVERAL), sampling=Sampling(), num_samples=2, json=True)
+    found, text = printed(given, capsys)
+    tokenizer = tokenizer_of(folder / "char")
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {
+            "prompt": number // 2,
+            "sample": number % 2,
+            "prompt_text": SEVERAL[number // 2],
+            "text": text_of(tokenizer, tokens),
+            "tokens": tokens,
+            "finish": "length",
+            "stop": None,
+        }
+        for number, tokens in enumerate(found)
+    ]
+
+
+def test_stop_strings_end_each_sample_for_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = options(folder / "char", prompts=texts(*SEVERAL), sampling=Sampling(), num_samples=2, num_tokens=60)
+    free = generate(given, single_process_groups(), CPU)
+    stops = (free[0].text[20:22], free[3].text[5])
+    capsys.readouterr()
+    ended = generate(replace(given, stops=stops), single_process_groups(), CPU)
+    places = [min(place for stop in stops if (place := one.text.find(stop)) >= 0) for one in free]
+    assert len(set(places)) > 1
+    assert [answer.text for answer in ended] == [one.text[:place] for one, place in zip(free, places, strict=True)]
+    assert {answer.finish for answer in ended} == {"stop"}
+    titles = [f"--- prompt {p} of 3, sample {s} of 2 ---\n" for p in (1, 2, 3) for s in (1, 2)]
+    shown = "".join(f"{title}{answer.beginning}{answer.text}\n" for title, answer in zip(titles, ended, strict=True))
+    assert capsys.readouterr().out == shown
+
+
+def test_a_sample_is_shown_as_it_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(io.StringIO):
+        def flush(self) -> None:
+            seen.append(self.getvalue())
+
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Seen())
+    [answer] = generate(options(folder / "char"), single_process_groups(), CPU)
+    assert seen == [*(PROMPT + answer.text[:number] for number in range(13)), f"{PROMPT}{answer.text}\n"]
+
+
+def test_a_conversation(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first answer is that to a prompt."""
+    [answer] = generate(options(folder / "char", sampling=Sampling()), single_process_groups(), CPU)
+    stop = answer.text[7:9]
+    capsys.readouterr()
+    lines = PROMPT.replace("\n", " ")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    given = options(folder / "char", prompts=texts(lines), sampling=Sampling(), stops=(stop,))
+    assert generate(replace(given, prompts=None), single_process_groups(), CPU) == []
+    spoken = capsys.readouterr().out
+    [answer] = generate(given, single_process_groups(), CPU)
+    assert spoken == f"{answer.text}\n"
 
 
 def test_words_that_the_vocabulary_lacks_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate(options(folder / "word", prompt=b"the zebra of the zoo", num_tokens=1), single_process_groups(), CPU)
+    given = options(folder / "word", prompts=texts("the zebra of the zoo"), num_tokens=1)
+    generate(given, single_process_groups(), CPU)
     shown = capsys.readouterr()
     assert shown.out.startswith("the <unk> of the <unk>")
-    assert shown.err == "note: 2 of the prompt's 5 tokens are <unk>: the vocabulary lacks what they stand for\n"
+    assert shown.err == "note: 2 of the 5 tokens of --prompt are <unk>: the vocabulary lacks what they stand for\n"
 
 
 @pytest.mark.parametrize(
@@ -132,9 +237,8 @@ def test_words_that_the_vocabulary_lacks_are_told(folder: Path, capsys: pytest.C
 def test_a_prompt_that_is_not_of_the_vocabulary_is_refused(
     folder: Path, name: str, prompt: str | bytes, line: str
 ) -> None:
-    given = prompt.encode() if isinstance(prompt, str) else prompt
     with pytest.raises(UsageError, match=f"^{line}"):
-        generate(options(folder / name, prompt=given), single_process_groups(), CPU)
+        generate(options(folder / name, prompts=texts(prompt)), single_process_groups(), CPU)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +255,9 @@ def test_what_is_no_prompt_is_told_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     os.mkfifo(tmp_path / "pipe")  # that nobody writes to: reading it would wait for ever
-    prompt = None if name is None else tmp_path / name
+    source = PromptSource(file=None if name is None else tmp_path / name)
     with pytest.raises(UsageError, match=f"^{line}"):
-        generate(options(Path("no run is here"), prompt=prompt), single_process_groups(), CPU)
+        generate(options(Path("no run is here"), prompts=source), single_process_groups(), CPU)
 
 
 def test_a_checkpoint_that_has_run_away_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

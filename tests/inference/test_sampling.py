@@ -54,7 +54,7 @@ def test_a_high_or_low_temperature_is_uniform_or_greedy() -> None:
 
 def test_draws_follow_the_probabilities() -> None:
     """20,000 draws: a frequency is off by 0.01 with a probability below 0.01."""
-    draw, rows = Sampler(Sampling(), seed=5, num_samples=2), log_probs(P, P[::-1], dtype=torch.float32)
+    draw, rows = Sampler(Sampling(), 5, [(0, 0), (0, 1)]), log_probs(P, P[::-1], dtype=torch.float32)
     found = torch.stack([draw(rows) for _ in range(20_000)])
     for sample, expected in enumerate((P, P[::-1])):
         frequencies = found[:, sample].bincount(minlength=5) / len(found)
@@ -71,15 +71,16 @@ def test_what_cannot_be_is_never_drawn() -> None:
     assert {draw(log_probs(P)).item() for _ in range(200)} == {1, 3}
 
 
-def test_a_sample_is_a_function_of_seed_and_number() -> None:
-    def draws(seed: int, num_samples: int) -> list[list[int]]:
-        draw = Sampler(Sampling(), seed, num_samples)
-        return torch.stack([draw(log_probs(*[P] * num_samples)) for _ in range(50)], dim=1).tolist()
+def test_a_sample_is_a_function_of_seed_prompt_and_number() -> None:
+    def draws(seed: int, *samples: tuple[int, int]) -> list[list[int]]:
+        draw = Sampler(Sampling(), seed, samples)
+        return torch.stack([draw(log_probs(*[P] * len(samples))) for _ in range(50)], dim=1).tolist()
 
-    one, three = draws(7, 1), draws(7, 3)
-    assert three[0] == one[0]
-    assert len({tuple(sample) for sample in (*three, draws(8, 1)[0])}) == 4
-    assert draws(7, 3) == three
+    several = [(0, 0), (0, 1), (1, 0), (1, 1), (11, 1), (1, 11)]
+    together = draws(7, *several)
+    assert together == [draws(7, sample)[0] for sample in several]
+    assert draws(7, *several[::-1]) == together[::-1]
+    assert len({tuple(sample) for sample in (*together, draws(8, (0, 0))[0])}) == 7
 
 
 def test_greedy_takes_the_likeliest() -> None:
