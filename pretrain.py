@@ -28,7 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         forget_outcome(checkpoint.save)
     from megatron_allattn.training.main import run_training  # noqa: PLC0415
 
-    return run_training(command.run, command.explicit)
+    code = run_training(command.run, command.explicit)
+    if code == 0 and command.run.logging.report and checkpoint.save is not None and first_rank_guess():
+        from megatron_allattn.report import tell_report  # noqa: PLC0415
+
+        tell_report(checkpoint.save)
+    return code
 
 
 def command() -> NoReturn:

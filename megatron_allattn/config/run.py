@@ -234,6 +234,9 @@ class LoggingConfig:
     wandb_project: str | None = None
     """Weights & Biases project that gets the metrics (pip install wandb), offline unless WANDB_MODE says otherwise."""
 
+    report: bool = True
+    """Draw RUN/report once the run is done, where matplotlib is installed (pip install matplotlib)."""
+
     deepspeed_verbose: bool = False
     """Show DeepSpeed's own messages."""
 

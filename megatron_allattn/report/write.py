@@ -4,6 +4,7 @@ Each file is replaced as a whole, the page last. A picture of an earlier report 
 """
 
 import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint.files import storage_errors, write_bytes_atomic, write_text_atomic
 from megatron_allattn.checkpoint.run_folder import check_outside
-from megatron_allattn.config.errors import one_line, unreadable, usage_error
+from megatron_allattn.config.errors import UsageError, one_line, unreadable, usage_error
 from megatron_allattn.report import facts, figures, heads, page
 from megatron_allattn.report.comparison import comparison_pictures, comparison_table, unit_of
 from megatron_allattn.report.metrics import FILE as METRICS
@@ -60,6 +61,17 @@ def write_report(run_folder: Path, output: Path | None = None) -> Path:
         _footer([run]),
     ]
     return _write(output, page.page(f"{run.name}: run report", body), drawn)
+
+
+def tell_report(run_folder: Path) -> None:
+    """Draw the report of a run that is done, and say where it is; or in a line why there is none, which is no fault of
+    the run's."""
+    try:
+        print(f"report: {write_report(run_folder)}", flush=True)
+    except UsageError as error:
+        print(f"note: no report: {error}", flush=True)
+    except Exception as error:  # whatever a drawing library meets
+        print(f"warning: no report: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def write_comparison(run_folders: Sequence[Path], output: Path) -> Path:

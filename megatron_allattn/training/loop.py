@@ -44,8 +44,9 @@ def train(session: Session) -> None:
         if not session.stopping:
             _finish(session, console, valid)
         _tell_end(session, console)
-    except NotFinite:  # on all ranks: a save under way can end
-        _tell_saved(session, console, wait=True)
+    except BaseException as error:
+        if isinstance(error, NotFinite) or session.engine.groups.world.size == 1:  # a save under way can end
+            _tell_saved(session, console, wait=True)
         raise
     finally:
         console.close()

@@ -77,6 +77,8 @@ class Program:
     """
 
     def __init__(self, command: list[str], folder: Path, env: Variables, template: Template | None = None) -> None:
+        if PRETRAIN in command and not {"--no-report", "--report", "--help"} & set(command):
+            command = [*command, "--no-report"]  # seconds of every run
         self.mark = env[MARK]
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed in exit)
         self.process: subprocess.Popen[bytes] | Child

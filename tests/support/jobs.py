@@ -34,7 +34,8 @@ class Scene:
         """Of pretrain.py: a tiny run in the folder `run`, told step by step, with these changes."""
         usual = dict(zip(TINY[::2], TINY[1::2], strict=True))
         usual |= {"--log-interval": "1", "--data-path": str(self.data), "--save": "run"}
-        return [*(word for name, value in usual.items() if name not in flags for word in (name, value)), *flags]
+        words = (word for name, value in usual.items() if name not in flags for word in (name, value))
+        return [*words, "--no-report", *flags]
 
     def submit(self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE) -> "Submission":
         """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`."""
