@@ -20,7 +20,7 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import made_whole, write_json_atomic
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
-from megatron_allattn.checkpoint.save import MODEL_FIELDS, read_config, read_state
+from megatron_allattn.checkpoint.save import MODEL_FIELDS, check_plausible, read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
 from megatron_allattn.config import RunConfig, UsageError
 
@@ -62,6 +62,8 @@ def read_run(path: Path) -> SavedRun:
         state = read_state(step_folder, MODEL_FIELDS)
         run = read_config(step_folder, state)
         weights, optimizer = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer"))
+        sizes = (len(weights.infos), sum(info.num_bytes for info in weights.infos.values()))
+        check_plausible(step_folder / "state.json", run.model, *sizes)
     return SavedRun(step_folder, run, state, weights, optimizer, skipped)
 
 

@@ -172,6 +172,11 @@ def check_sha256(path: Path, expected: str) -> None:
         raise UsageError(f"{path}: damaged: expected SHA-256 {expected}, found {found}")
 
 
+def num_bytes_under(folder: Path) -> int:
+    """Of all files in a folder and the folders in it; links are not followed."""
+    return sum((Path(place) / name).lstat().st_size for place, _, names in os.walk(folder) for name in names)
+
+
 def sync_file(path: Path) -> None:
     """Flush a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.config.errors import usage_error
 
@@ -48,6 +49,17 @@ class RunLock:
                 self._path.unlink()  # while it is held: a new file is another one's to lock
         os.close(self._descriptor)
         self._remove_folders()
+
+    def check(self) -> None:
+        """Raises StorageError where the file that is locked is not there any more: the folder was removed or its disk
+        is gone, and what is saved now would be a run without its beginning; or another run may have the folder."""
+        try:
+            if _is_file(self._descriptor, self._path):
+                return
+            why = "is not the file that this run has locked"
+        except OSError as error:
+            why = f"cannot be looked at ({error.strerror})"
+        raise StorageError(f"{self._path}: {why}; the folder was removed or its disk is gone: nothing is saved there")
 
     def _lock_file(self) -> bool:
         """Lock the file of that name; False if it has just been removed by the one who held it. A link is not followed:

@@ -9,6 +9,7 @@ All of it is independent of the layout. All ranks write (assembly.py), the world
 reads what it needs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,7 @@ def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
 
 def check_weights(source: Path, weights: TensorReader, model: ModelConfig, vocab_size: int) -> None:
     """Refuse weights that are not the model's: UsageError names the first tensor that differs and both shapes."""
+    check_plausible(source, model, len(weights.infos), sum(info.num_bytes for info in weights.infos.values()))
     expected = {logical.name: logical.shape for logical in logical_tensors(model, vocab_size)}
     found = {name: tuple(info.shape) for name, info in weights.infos.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -145,3 +147,18 @@ def check_weights(source: Path, weights: TensorReader, model: ModelConfig, vocab
                 f"{source}: tensor {name} has shape {found.get(name, 'none')}, the model wants "
                 f"{expected.get(name, 'none')}; load a checkpoint of the same model"
             )
+
+
+def check_plausible(source: Path, model: ModelConfig, num_tensors: int, num_bytes: int) -> None:
+    """Refuse a model that no weights of this number and size can be of, before it is built: a file may say anything.
+
+    Raises UsageError.
+    """
+    for name, value, least in (
+        ("num_layers", model.num_layers, num_tensors),
+        ("adaptive_cutoffs", len(model.cutoffs), num_tensors),
+        ("hidden_size", model.hidden_size, math.isqrt(num_bytes)),  # every layer has a matrix of its square
+    ):
+        if value > least:
+            rule = f"has a model with {name} {value:,}, and {num_tensors:,} tensors of {num_bytes:,} bytes together"
+            raise usage_error("file", source, rule, "load a checkpoint of the same model")

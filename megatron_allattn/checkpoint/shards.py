@@ -24,11 +24,13 @@ from megatron_allattn.checkpoint.files import (
     check_size,
     describes_file,
     made_whole,
+    num_bytes_under,
     storage_errors,
     write_json_atomic,
 )
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.save import check_plausible
 from megatron_allattn.checkpoint.tensors import TensorReader, same_bits, write_tensors
 from megatron_allattn.config import ParallelConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
@@ -138,6 +140,9 @@ class _Shards:
         self._folder, path = folder, folder / LAYOUT
         content = read_json_object("file", path, _GIVE, MAX_STATE_BYTES)
         self.description = Description.from_dict(path, content.get("description"))
+        tensors = content.get("tensors")
+        num_tensors = len(tensors) if isinstance(tensors, dict) else 0
+        check_plausible(path, self.description.run.model, num_tensors, num_bytes_under(folder))
         self.logical = {
             one.name: one for one in logical_tensors(self.description.run.model, self.description.vocab_size)
         }

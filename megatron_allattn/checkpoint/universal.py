@@ -23,8 +23,15 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
-from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic, write_text_atomic
+from megatron_allattn.checkpoint.files import (
+    made_whole,
+    num_bytes_under,
+    storage_errors,
+    write_json_atomic,
+    write_text_atomic,
+)
 from megatron_allattn.checkpoint.pickled import dump, read_pickled
+from megatron_allattn.checkpoint.save import check_plausible
 from megatron_allattn.checkpoint.tensors import info_of, same_bits
 from megatron_allattn.config import ModelConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_bytes, read_json
@@ -129,6 +136,9 @@ def read(source: Path, output: Path) -> Description:
     path = step_folder / DESCRIPTION
     found = Description.from_dict(path, read_json("file", path, _GIVE, MAX_STATE_BYTES))
     zero = step_folder / "zero"
+    if not zero.is_dir():
+        raise usage_error("file", zero, "is no folder", _GIVE)
+    check_plausible(path, found.run.model, sum(1 for _ in zero.iterdir()), num_bytes_under(zero))
     own: dict[str, tuple[Path, LogicalTensor, str | None]] = {}
     for parameter, logical in _parameters(_network(found.run.model, found.vocab_size)):
         for kind in (None, *STATES):

@@ -77,8 +77,8 @@ def _network(
     dtype: torch.dtype,
 ) -> Network:
     weights = TensorReader(step_folder, "weights")
-    network = Network(run.model, state["vocab_size"], groups.tensor, FusedOps("torch"))
     save.check_weights(step_folder, weights, run.model, state["vocab_size"])
+    network = Network(run.model, state["vocab_size"], groups.tensor, FusedOps("torch"))
     network.to(device=device, dtype=dtype).requires_grad_(False)
     for logical, parameter in network.logical_parameters():
         copy_logical(parameter, weights.read(logical.name), network)

@@ -114,7 +114,9 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
             watch.last_words = outcome.write_failure
             session = open_session(run, explicit, groups, device, watch)
         outcome.of(session)
-        session.notes += lock.notes if lock is not None else []
+        if lock is not None:
+            session.notes += lock.notes
+            session.check_folder = lock.check
         train(session)
         gather_objects(None, groups.world)  # a rank that is gone by now is told of
         if session.stopping:

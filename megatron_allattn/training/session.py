@@ -67,7 +67,8 @@ T = TypeVar("T")
 class Session:
     """A run under way. `step` is the last one done, `judged` the last one after which validation was looked at, if it
     was due, `saved` the last one in --save; `tokens`: how many have been trained on; `stopping`: the number of the
-    signal by which any process was asked to stop, once all know of it, 0 before.
+    signal by which any process was asked to stop, once all know of it, 0 before; `check_folder` raises where the run
+    folder is not this run's any more.
     """
 
     run: RunConfig
@@ -86,6 +87,7 @@ class Session:
     plateau: Plateau = field(default_factory=Plateau)
     guard: Guard = field(init=False)
     saver: Saver | None = field(init=False)
+    check_folder: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.run.training.max_nonfinite_steps)
@@ -167,6 +169,7 @@ class Session:
         anything in it is not finite."""
         assert self.saver is not None
         with self.watch.section("in the save", self.run.parallel.save_timeout_minutes):
+            agree(self.check_folder, self.engine.groups.world, exit_code)
             self.metrics.sync()
             self.saver.save(self.step, self.state())
         self.saved = self.step

@@ -3,12 +3,14 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 
+from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.lock import RunLock, forget_outcome
 from megatron_allattn.config import UsageError
 from tests.support.forked import run_forked
@@ -130,3 +132,25 @@ def test_an_earlier_outcome_is_forgotten_unless_a_run_is_alive(tmp_path: Path) -
         assert not outcome.exists() and (tmp_path / "lock").exists() == left
     forget_outcome(tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("change", ["file removed", "folder removed", "folder moved", "folder of another run"])
+def test_a_run_is_told_that_its_folder_is_not_its_own_any_more(tmp_path: Path, change: str) -> None:
+    run = tmp_path / "run"
+    lock = RunLock(run)
+    lock.check()
+    if change == "file removed":
+        (run / "lock").unlink()
+    elif change == "folder removed":
+        shutil.rmtree(run)
+    else:
+        run.rename(tmp_path / "elsewhere")
+    other = RunLock(run) if change == "folder of another run" else None
+    with pytest.raises(
+        StorageError, match="run/lock: is not the file that this run has locked; the folder was removed"
+    ):
+        lock.check()
+    lock.release()
+    if other is not None:
+        other.check()
+        other.release()

@@ -1,20 +1,26 @@
 """A checkpoint that was trained at TP 2 × PP 2, through tools/convert_checkpoint.py to every format and back."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_allattn.checkpoint.conversion import read_run
+from megatron_allattn.checkpoint.header import read_metadata
+from megatron_allattn.config import ModelConfig
 from megatron_allattn.hf.export import log_probabilities
 from tests.support.commands import TINY, corpus, run_ranks
 from tests.support.pool import WorkerPools
-from tests.support.saved_runs import same_state, same_weights
+from tests.support.saved_runs import same_state, same_weights, saved_run
 from tests.support.template import ROOT, Template
 from tests.support.tools import Tool, in_process
 from tests.support.written import nats, written_nats
 
+NOT_COMPARED = {"huggingface": ("--no-compare-logits",)}
 GRID = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 
@@ -173,3 +179,42 @@ def test_what_is_none_of_it_is_refused(tmp_path: Path, tool: Tool, name: str) ->
         code, output, errors = tool("--from", name, tmp_path / source, "--output", tmp_path / "back")
         assert (code, output, len(errors.splitlines())) == (2, "", 1) and errors.startswith("error: "), errors
         assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_layers", 2_000_000), ("hidden_size", 2**30), ("adaptive_cutoffs", None)]
+)
+@pytest.mark.parametrize("name", ["safetensors", "shards", "deepspeed-universal", "huggingface"])
+def test_a_model_that_its_files_cannot_hold_is_not_built(
+    tmp_path: Path, tool: Tool, name: str, field: str, value: int | None
+) -> None:
+    """It would take minutes and all memory."""
+    saved_run(tmp_path / "run", ModelConfig(num_layers=1, hidden_size=32, max_attention_span=48), vocab_size=2000)
+    out = tmp_path / "out"
+    assert tool("--load", tmp_path / "run", "--to", name, "--output", out, *NOT_COMPARED.get(name, ()))[0] == 0
+
+    def changed(model: dict[str, Any]) -> None:
+        model[field] = ",".join(map(str, range(1, 1990))) if value is None else value
+        beside = {"hidden_size": {"num_attention_heads": value}, "adaptive_cutoffs": {"adaptive_div_value": 1}}
+        model.update(beside.get(field, {}))
+
+    if name == "safetensors":
+        tensors = load_file(out)
+        metadata = read_metadata(out)
+        content = json.loads(metadata["megatron_allattn"])
+        changed(content["config"]["model"])
+        save_file(tensors, out, metadata | {"megatron_allattn": json.dumps(content)})
+    else:
+        (path,) = [one for one in out.rglob("*.json") if one.name in ("layout.json", "megatron_allattn.json")]
+        content = json.loads(path.read_text())
+        changed(content.get("description", content)["config"]["model"])
+        path.write_text(json.dumps(content))
+    if name == "huggingface":
+        content = json.loads((out / "config.json").read_text())
+        changed(content)
+        (out / "config.json").write_text(json.dumps(content))
+    start = time.monotonic()
+    code, _, errors = tool("--from", name, out, "--output", tmp_path / "back")
+    assert code == 2 and f"has a model with {field} " in errors and errors.count("\n") == 1
+    assert time.monotonic() - start < 30
+    assert not (tmp_path / "back").exists()
