@@ -1,5 +1,8 @@
 """Text to tokens: writes P_{train,valid,test}.{bin,idx} (Megatron-LM's format) and the manifest P.json, all or nothing.
 
+    python tools/prepare_data.py byte --input books.txt notes.txt --output-prefix data/books
+    python tools/prepare_data.py text8 --output-prefix data/text8
+
 byte: a token is a byte · char: a token is a character of the text · word: a token is what white space separates, in a
 vocabulary of the training split by descending frequency · sentencepiece: a token is a piece of a SentencePiece model,
 learned from the training split or given · stdlib: the Python standard library's own sources, as bytes · enwik8, text8,
