@@ -16,6 +16,8 @@ Formats:
                     trust_remote_code=True), with its tokenizer and a model card (--evaluation-card, --license); if
                     transformers is installed its logits are compared with those here, which takes the memory of all
                     weights; --no-compare-logits leaves it out
+    ff-transformer  a run of ours with --variant transformer (with --from alone): its feed-forward sublayers become
+                    persistent vectors, and training goes on from there (docs/warm_start.md)
 
 RUN is what `pretrain.py --save` makes, with one checkpoint: `pretrain.py --load RUN`, tools/evaluate.py and
 tools/inspect_checkpoint.py take it; --load takes a step folder too. What a file of adaptive-span does not say of its
@@ -46,7 +48,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal
+from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal, warm_start
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.described import Description
@@ -235,11 +237,19 @@ def to_huggingface(saved: SavedRun, output: Path, wanted: Wanted) -> str:
     return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{WEIGHTS_ALONE}\n{compared}"
 
 
+def from_transformer(source: Path, output: Path, _: Given) -> str:
+    """A run of the transformer baseline → an all-attention one to go on from; a line that says what it holds."""
+    run = warm_start.read(source, output)
+    size = run.model.persistent_memory_size
+    left = "left out are the biases of the feed-forward sublayers and the first norm of each layer"
+    return f"{output}: {size:,} persistent vectors of a head, of as many units; {left}\n{WEIGHTS_ALONE}"
+
+
 class Format(NamedTuple):
-    """How a format is read and written."""
+    """How a format is read and written; None where it is only read."""
 
     read: Callable[[Path, Path, Given], str]
-    write: Callable[[SavedRun, Path, Wanted], str]
+    write: Callable[[SavedRun, Path, Wanted], str] | None
 
 
 FORMATS = {
@@ -248,7 +258,9 @@ FORMATS = {
     shards.FORMAT: Format(partial(from_described, shards.read), to_shards),
     universal.FORMAT: Format(partial(from_described, universal.read), to_universal),
     export.FORMAT: Format(from_huggingface, to_huggingface),
+    warm_start.FORMAT: Format(from_transformer, None),
 }
+WRITTEN = {name: write for name, (_, write) in FORMATS.items() if write is not None}
 COMPARE, CARD, LICENSE = "--no-compare-logits", "--evaluation-card", "--license"
 COMPARED = (export.FORMAT, adaptive_span.FORMAT)
 GRID: dict[str, type] = {
@@ -279,7 +291,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", choices=FORMATS, help="the format of FILE")
-    direction.add_argument("--to", dest="target", choices=FORMATS, help="the format to write")
+    direction.add_argument("--to", dest="target", choices=WRITTEN, help="the format to write")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="what to convert (with --from)")
     parser.add_argument("--load", type=Path, metavar="RUN", help="the run folder to convert (with --to)")
     parser.add_argument("--output", type=Path, required=True, help="what to make: a run folder, or a file (with --to)")
@@ -356,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
             for line in saved.skipped:
                 print(f"passed over {line}", file=sys.stderr)
             with told_if_gone(saved.step_folder):
-                print(FORMATS[options.target].write(saved, options.output, wanted))
+                print(WRITTEN[options.target](saved, options.output, wanted))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -100,7 +100,7 @@ class WeightsAndBiases(Sink):
     def __init__(self, project: str, run_folder: Path | None, config: Record, *, goes_on: bool) -> None:
         import wandb  # noqa: PLC0415  (optional)
 
-        mode = os.environ.get("WANDB_MODE") or "offline"
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
         self._offline = mode in ("offline", "dryrun")
         kept = _kept_id(run_folder, project) if run_folder is not None and goes_on else None
         name = kept or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
