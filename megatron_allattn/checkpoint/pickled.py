@@ -12,7 +12,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -112,14 +112,32 @@ def dump(path: Path, content: Any, known_as: Path | None = None) -> None:
 
     known_as: what it will be called, for the error.
     """
-    with storage_errors(known_as or path, _num_bytes(content)):
+    with storage_errors(known_as or path, _num_bytes(content)), open(path, "xb") as handle:
+        output = _Output(handle)
         try:
-            with open(path, "xb") as handle:
-                torch.save(content, handle)
-                handle.flush()
-                os.fsync(handle.fileno())
+            torch.save(content, cast(BinaryIO, output))
         except RuntimeError as error:  # torch's own report of a write that failed says nothing of the disk
-            raise OSError(f"torch.save failed: {error}") from error
+            raise output.error or OSError(f"torch.save failed: {error}") from error
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+class _Output:
+    """A file that `torch.save` writes to; error: what the system said of a write that failed."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle = handle
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return self._handle.write(content)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._handle.flush()
 
 
 def _num_bytes(content: Any) -> int:

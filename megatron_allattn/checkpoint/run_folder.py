@@ -6,9 +6,10 @@ RUN/latest                                the step that was saved last
 
 import os
 import re
+import stat
 from pathlib import Path
 
-from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.errors import Unreadable, UsageError, usage_error
 
 FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
 OUTCOME = "outcome.json"
@@ -68,13 +69,16 @@ def check_outside(what: str, path: Path) -> None:
 
 def named_by_latest(run_folder: Path) -> str | None:
     """What `latest` says, a character for a byte, and its beginning alone if that is longer than any name; None where
-    it cannot be read."""
+    there is no such file. Raises Unreadable where it may not be read: then it is not known which step was complete."""
     latest = run_folder / LATEST
     try:
-        if not latest.is_file():
+        if not stat.S_ISREG(latest.stat().st_mode):
             return None
         with latest.open("rb") as handle:
             content = handle.read(_LONGEST_NAME + 1).strip()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror}), and it says which step was complete"
+        raise Unreadable(str(usage_error("file", latest, rule, "see to its permissions and to the disk"))) from None
     return content[:_LONGEST_NAME].decode("latin-1") + "..." * (len(content) > _LONGEST_NAME)

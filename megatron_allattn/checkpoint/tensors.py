@@ -22,6 +22,7 @@ import torch
 from megatron_allattn.checkpoint.files import storage_errors
 from megatron_allattn.checkpoint.header import TensorInfo, pack_header, read_header, values_start
 from megatron_allattn.config.errors import UsageError
+from megatron_allattn.engine.finite import is_finite
 
 T = TypeVar("T")
 DEFAULT_MAX_BYTES = 256 * 2**20
@@ -206,7 +207,9 @@ class TensorReader:
     file is missing from the numbering or damaged, or a name occurs twice (`folder.verify` looks at every byte).
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, *, finite: bool = False) -> None:
+        """finite: a tensor that is not is refused when it is read."""
+        self._finite = finite
         paths = _numbered_files(folder, prefix)
         for number, path in enumerate(paths, start=1):
             if path.name != file_name(prefix, number):
@@ -217,6 +220,7 @@ class TensorReader:
     def of_files(cls, *paths: Path) -> Self:
         """The tensors of these files."""
         reader = cls.__new__(cls)
+        reader._finite = False
         reader._open(paths)
         return reader
 
@@ -244,7 +248,7 @@ class TensorReader:
         if not info.num_bytes:
             return torch.empty(info.shape, dtype=dtype)
         values = np.memmap(path, np.uint8, "c", self._start_of[name], (info.num_bytes,))
-        return torch.from_numpy(values).view(dtype).view(info.shape)
+        return self._checked(name, torch.from_numpy(values).view(dtype).view(info.shape))
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in its own memory on the CPU. Raises UsageError: none of this name, or of another type."""
@@ -263,6 +267,12 @@ class TensorReader:
             raise UsageError(f"{path}: tensor {name} cannot be read: {error.strerror}") from error
         if left:
             raise UsageError(f"{path}: tensor {name}: {len(left):,} bytes are missing")
+        return self._checked(name, tensor)
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._finite and not is_finite(tensor):
+            rule = "has numbers that are not finite, which no run saves"
+            raise UsageError(f"{self._path_of[name]}: tensor {name} {rule}; take an earlier step")
         return tensor
 
     def _found(self, name: str) -> tuple[Path, TensorInfo, torch.dtype]:

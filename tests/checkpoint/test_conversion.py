@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,17 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.conversion import Tensors, converted_state, read_run, write_run
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import same_bits
-from megatron_allattn.config import RunConfig, UsageError
+from megatron_allattn.config import ModelConfig, RunConfig, UsageError
 from tests.support.forked import kill_before_call, run_forked
 
 SOURCE = Path("source")
+RUN = RunConfig(model=ModelConfig(num_layers=1, hidden_size=32))  # that has room in the weights below
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1500)}
 STATES = {"a/sum": torch.full((2, 3), 2.0)}
 
 
 def _write(output: Path) -> None:
-    run = RunConfig()
+    run = RUN
     tokenizer = {"type": "null", "vocab_size": 7}
     state = converted_state(run, Progress.at(5, run), 7, tokenizer, "f" * 64, {"format": "other"})
     write_run(SOURCE, output, run, 5, state, Tensors.of(WEIGHTS), Tensors.of(STATES))
@@ -32,14 +34,14 @@ def _write(output: Path) -> None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     _write(tmp_path / "run")
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "config.json", "latest"]
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == RunConfig().to_dict()
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == RUN.to_dict()
     saved = read_run(tmp_path / "run")
-    assert (saved.step_folder.name, saved.run, saved.skipped) == ("step_00000005", RunConfig(), [])
+    assert (saved.step_folder.name, saved.run, saved.skipped) == ("step_00000005", RUN, [])
     assert {name: saved.weights.read(name).tolist() for name in saved.weights.names} == {
         name: tensor.tolist() for name, tensor in WEIGHTS.items()
     }
     assert saved.optimizer.read("a/sum").tolist() == STATES["a/sum"].tolist()
-    training = RunConfig().training
+    training = RUN.training
     assert saved.state["tokens"] == 5 * training.global_batch_size * training.seq_length
     assert (saved.state["data"], saved.state["data_sha256"], saved.state["cached_length"]) == (None, None, 0)
     assert (saved.state["step"], saved.state["vocab_size"], saved.state["source"]) == (5, 7, {"format": "other"})
@@ -98,7 +100,7 @@ def test_killed_at_any_point_there_is_no_run_or_a_whole_one(tmp_path: Path) -> N
 
 
 def test_a_run_of_another_version_is_named(tmp_path: Path) -> None:
-    run = RunConfig()
+    run = RUN
     state = converted_state(run, Progress.at(5, run), 7, {}, "", {})
     state["config"] = {**state["config"], "engine": {}}
     write_run(SOURCE, tmp_path / "run", run, 5, state, Tensors.of(WEIGHTS), Tensors.of({}))
@@ -127,16 +129,16 @@ def test_progress_that_no_run_has_is_refused(tmp_path: Path, change: dict[str, A
     with pytest.raises(
         UsageError, match=rf"state.json: {name} is .*, which no run at step 5 has; give one that was made"
     ):
-        Progress.of(tmp_path / "state.json", change, 5, RunConfig())
+        Progress.of(tmp_path / "state.json", change, 5, RUN)
 
 
 def test_progress_is_what_a_state_says(tmp_path: Path) -> None:
-    training = RunConfig().training
-    early = Progress.of(tmp_path, {"config": {}}, 5, RunConfig())
+    training = RUN.training
+    early = Progress.of(tmp_path, {"config": {}}, 5, RUN)
     assert early == Progress(tokens=5 * training.global_batch_size * training.seq_length, judged=5)
     plateau = {"best": 2.5, "count": 1, "dropped_at": 4}
     full = Progress(tokens=7, judged=4, skipped=2, recent_losses=(1.5, 2), plateau=plateau)
-    assert Progress.of(tmp_path, json.loads(json.dumps(full.to_dict())), 5, RunConfig()) == full
+    assert Progress.of(tmp_path, json.loads(json.dumps(full.to_dict())), 5, RUN) == full
 
 
 def test_the_same_bits() -> None:
@@ -146,3 +148,22 @@ def test_the_same_bits() -> None:
     assert same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
     assert not same_bits(zeros, -zeros)
     assert not same_bits(zeros, zeros.T) and not same_bits(zeros, zeros.double()) and not same_bits(zeros, zeros.int())
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_converted(tmp_path: Path) -> None:
+    """No run saves one; somebody has made it."""
+    _write(tmp_path / "run")
+    step_folder = tmp_path / "run/checkpoints/step_00000005"
+    path = step_folder / "weights-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\x00\x00\xc0\x7f"  # the last number of b
+    path.write_bytes(content)
+    manifest = json.loads((step_folder / "manifest.json").read_text())
+    manifest["files"][path.name]["sha256"] = sha256(content).hexdigest()
+    (step_folder / "manifest.json").write_text(json.dumps(manifest))
+    (step_folder / "COMPLETE").write_text(sha256((step_folder / "manifest.json").read_bytes()).hexdigest() + "\n")
+    weights = read_run(tmp_path / "run").weights
+    assert weights.read("a").equal(WEIGHTS["a"]) and weights.map("a").equal(WEIGHTS["a"])
+    for read in (weights.read, weights.map):
+        with pytest.raises(UsageError, match="tensor b has numbers that are not finite, which no run saves"):
+            read("b")

@@ -365,7 +365,7 @@ def _as_another_user(function: Callable[[], object]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "which", ["", "checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000002/state.json"]
+    "which", ["", "latest", "checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000002/state.json"]
 )
 @pytest.mark.parametrize("way_out", [None, "give --load-fallback"])
 def test_a_step_that_may_not_be_read_is_not_taken_for_damaged(tmp_path: Path, which: str, way_out: str | None) -> None:

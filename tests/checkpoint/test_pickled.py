@@ -156,6 +156,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     code, text = run_forked(write_with_little_space)
     assert code == 1
     assert text.startswith(f"{StorageError.__name__}: {tmp_path / 'a.pt'}: ") and "8,000 bytes needed" in text, text
+    assert "the file size limit is reached" in text and "torch.save" not in text, text
     assert os.listdir(tmp_path) == []
 
 
