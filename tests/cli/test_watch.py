@@ -33,6 +33,8 @@ class Terminal:
         self.resize(columns, rows)
         self.modes = termios.tcgetattr(slave)
         env = environment({"TERM": term, "LANG": "C.UTF-8", "PYTHONUTF8": "1"})
+        for name in ("COLUMNS", "LINES"):  # which would be the size, whatever the terminal has
+            env.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, TOOL, *arguments],
             stdin=slave,

@@ -263,13 +263,15 @@ def test_state(tmp_path: Path, saved: SavedRun, count: int, kind: str) -> None:
     temporary = folder.begin(tmp_path, 2)
     valid = (saved.step_folder / "state.json").read_bytes()
     (temporary / "state.json").write_bytes(valid)
+    weights = saved.step_folder / "weights-00001.safetensors"
+    (temporary / weights.name).write_bytes(weights.read_bytes())
     step = folder.commit(temporary, 2)
     manifest = json.loads((step / folder.MANIFEST).read_text())
 
     def read(content: bytes) -> None:
         (step / "state.json").write_bytes(content)
         entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        text = json.dumps(manifest | {"files": {"state.json": entry}}).encode()
+        text = json.dumps(manifest | {"files": manifest["files"] | {"state.json": entry}}).encode()
         (step / folder.MANIFEST).write_bytes(text)
         (step / folder.MARKER).write_text(hashlib.sha256(text).hexdigest())
         json.dumps(inspect(step).to_dict())

@@ -99,7 +99,7 @@ def test_it_is_given_up_before_it_begins_too(ask: Ask, tmp_path: Path) -> None:
 def test_the_run_folder_of_another_is_not_entered(ask: Ask, tmp_path: Path) -> None:
     run = tmp_path / "run"
     lock = RunLock(run)
-    words = ("begin", "--job", "7", "--lock-seconds", "0.1", "--", "--save", str(run))
+    words = ("begin", "--job", "7", "--lock-seconds", "0.6", "--", "--save", str(run))
     _, told = ask(*words, code=2)
     assert "waiting: --save" in told and told.splitlines()[-1].startswith(f"error: --save {run}: is in use by process")
     assert not (run / "jobs/lives.jsonl").exists()
