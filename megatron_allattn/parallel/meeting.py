@@ -38,7 +38,11 @@ class Missing:
 
 
 def open_store(rank: int, world_size: int, address: str, port: int, seconds: float) -> dist.Store:
-    """Open the store at this address, or connect to it. Raises RuntimeError (torch's): in use, nobody there in time."""
+    """Open the store at this address, or connect to it. Raises RuntimeError (torch's): in use, nobody there in time.
+
+    The store of torchrun's agent outlives ranks that it starts anew (--max-restarts): what those before have left in it
+    is none of theirs.
+    """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     held = dist.TCPStore(
         address,
@@ -48,7 +52,7 @@ def open_store(rank: int, world_size: int, address: str, port: int, seconds: flo
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
-    return dist.PrefixStore("meeting", held)
+    return dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", held)
 
 
 def wait_for_all(store: dist.Store, here: Arrival, rank: int, world_size: int, seconds: float) -> Missing | None:

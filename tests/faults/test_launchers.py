@@ -74,6 +74,30 @@ def test_torchrun_passes_sigterm_on(runs: Runs, name: str) -> None:
     check_stopped(runs.folder / "run", "SIGTERM")
 
 
+def test_torchrun_starts_ranks_anew_that_go_on(runs: Runs) -> None:
+    """--max-restarts: its store has what the ranks before have left there, which concerns the new ones not at all."""
+    command = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(free_port()), PRETRAIN]
+    flags = runs.flags(*TP2, "--train-iters", "30", "--save-interval", "5", "--load", "run")
+    env = environment({"PYTHONPATH": str(ROOT)})
+    with Program([*command, *flags], runs.folder, env) as program:
+        for step in (7, 17):  # of the second life too
+            until_step(step, program)
+            os.kill(rank_of(env[MARK], 1), signal.SIGKILL)
+        assert program.wait(4 * PATIENCE).returncode == 0, program.stderr
+        shown = program.stdout
+    assert [step for step in (5, 15) if f"resumed from run/checkpoints/step_{step:08d}" in shown] == [5, 15]
+    assert outcome(runs.folder / "run")["step"] == 30
+
+
+def rank_of(mark: str, rank: int) -> int:
+    """The process id of a rank."""
+    for pid in marked(mark):
+        content = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in content and PRETRAIN.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError(f"no rank {rank} among {marked(mark)}")
+
+
 def test_torchrun_dies_of_sigusr1_and_is_missed(runs: Runs) -> None:
     """With it the store is gone at which ranks tell each other, so that nothing is saved."""
     code, stderr = signalled(runs, torchrun_alone(), signal.SIGUSR1)

@@ -32,6 +32,38 @@ def test_a_host_that_cannot_be_told_is_not_guessed() -> None:
     assert missing_words(arrived, 4) == "missing: rank 3 of 4 (3 on hosts from which no rank came)"
 
 
+def test_ranks_that_torchrun_starts_anew_do_not_meet_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store has been there before them."""
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        alone = open_store(0, 2, "127.0.0.1", port, 5)
+        assert isinstance(wait_for_all(alone, Arrival("h", 0, 2), 0, 2, 0.3), Missing)
+        assert not open_store(1, 2, "127.0.0.1", port, 5).check(["all"])
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", f"{restart}-again")
+        found = _meet_at(port, 2)
+        assert found == [None, None]
+    del agent
+
+
+def _meet_at(port: int, world_size: int) -> list[Missing | None]:
+    """Ranks that all come, at a store that is there."""
+    results: dict[int, Missing | None] = {}
+
+    def come(rank: int) -> None:
+        store = open_store(rank, world_size, "127.0.0.1", port, 5)
+        results[rank] = wait_for_all(store, Arrival("h", rank, world_size), rank, world_size, 5.0)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(world_size)]
+
+
 def _meet(count: int, world_size: int, seconds: dict[int, float]) -> list[Missing | None]:
     """So many ranks, each a thread with a connection of its own, meet within `seconds` (1 if not given)."""
     port = free_port()
