@@ -4,6 +4,7 @@ RUN/checkpoints/step_00000100/            the steps (folder.py)
 RUN/latest                                the step that was saved last
 """
 
+import errno
 import os
 import re
 import stat
@@ -79,6 +80,8 @@ def named_by_latest(run_folder: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # of the run folder, which there cannot be
+            return None
         rule = f"cannot be read ({error.strerror}), and it says which step was complete"
         raise Unreadable(str(usage_error("file", latest, rule, "see to its permissions and to the disk"))) from None
     return content[:_LONGEST_NAME].decode("latin-1") + "..." * (len(content) > _LONGEST_NAME)

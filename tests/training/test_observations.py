@@ -19,9 +19,9 @@ from tests.support.trajectories import MODEL, Case, build
 VOCABULARY = 11
 TOKENS = np.random.default_rng(5).integers(0, VOCABULARY, 8 * 110).astype(np.uint8)
 LAYOUTS = [
-    Case(tensor=2),
-    Case(data=2, accumulation=2),
-    Case(tensor=2, sequence=True, shard_caches=True),
+    pytest.param(Case(tensor=2), marks=pytest.mark.layouts),
+    pytest.param(Case(data=2, accumulation=2), marks=pytest.mark.layouts),
+    pytest.param(Case(tensor=2, sequence=True, shard_caches=True), marks=pytest.mark.layouts),
     Case(data=2, zero=3, engine="deepspeed"),
     Case(tensor=2, pipeline=2, zero=1, engine="deepspeed", accumulation=2),
 ]
