@@ -67,21 +67,6 @@ def _parser() -> ToolParser:
     return parser
 
 
-def _split(parser: ToolParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The ablation's flags with their values, and pretrain.py's arguments."""
-    own: list[str] = []
-    others: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.partition("=")
-        action = parser._option_string_actions.get(name.replace("_", "-") if name.startswith("--") else name)
-        (others if action is None else own).append(word)
-        if action is not None and not equals and action.nargs != 0 and rest:
-            own.append(rest.pop(0))
-    return own, others
-
-
 def _base(others: list[str]) -> RunConfig:
     """The run in the middle. Raises UsageError."""
     run, explicit = parse(others)
@@ -135,7 +120,7 @@ def _write_array(options: argparse.Namespace, every: Sequence[Cell], plan: Plan)
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = _parser()
-        own, others = _split(parser, sys.argv[1:] if argv is None else argv)
+        own, others = parser.split(sys.argv[1:] if argv is None else argv)
         options = parser.parse_args(own)
         check_outside("--output", options.output)
         check_plotting("--output", options.output)

@@ -54,24 +54,6 @@ def _parser() -> ToolParser:
     return parser
 
 
-def split(parser: ToolParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The plan's flags with their values, and pretrain.py's arguments."""
-    own: list[str] = []
-    others: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.partition("=")
-        action = parser._option_string_actions.get(name.replace("_", "-") if name.startswith("--") else name)
-        if action is None:
-            others.append(word)
-            continue
-        own.append(word)
-        if not equals and action.nargs != 0 and rest:
-            own.append(rest.pop(0))
-    return own, others
-
-
 def reach_of(run: RunConfig, given: str | None) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
     """How far every head looks at a span profile, and what is to be said of that."""
     from megatron_allattn.model.partition import first_reach  # noqa: PLC0415  (torch, once flags are right)
@@ -171,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         parser = _parser()
-        own, others = split(parser, argv)
+        own, others = parser.split(argv)
         options = parser.parse_args(own)
         device_named(options.gpu)
         check_output("--json", options.json)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_allattn.ablation.cells import Cell
 from megatron_allattn.checkpoint.files import read_json_lines
-from megatron_allattn.checkpoint.run_folder import OUTCOME
+from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME
 from megatron_allattn.config import UsageError
 from megatron_allattn.config.json_files import read_json_object
 
@@ -81,13 +81,13 @@ def read_result(cell: Cell, folder: Path) -> Result | None:
         return None
     values: dict[str, float] = {}
     unit = ""
-    for record in read_json_lines(folder / "metrics.jsonl"):
+    for record in read_json_lines(folder / METRICS):
         if record.get("kind") in KINDS:
             unit = "ppl" if "ppl" in record else "bpc"
             value = record.get(unit)
             values[record["kind"]] = value if isinstance(value, float) else math.inf
     if not values:
-        raise UsageError(f"{folder / 'metrics.jsonl'}: has no evaluation; give more text, or a smaller batch")
+        raise UsageError(f"{folder / METRICS}: has no evaluation; give more text, or a smaller batch")
     return Result(cell, unit, values)
 
 

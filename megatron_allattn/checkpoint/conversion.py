@@ -62,8 +62,7 @@ def read_run(path: Path) -> SavedRun:
         state = read_state(step_folder, MODEL_FIELDS)
         run = read_config(step_folder, state)
         weights, optimizer = (TensorReader(step_folder, prefix, finite=True) for prefix in ("weights", "optimizer"))
-        sizes = (len(weights.infos), sum(info.num_bytes for info in weights.infos.values()))
-        check_plausible(step_folder / "state.json", run.model, *sizes)
+        check_plausible(step_folder / "state.json", run.model, len(weights.infos), weights.num_bytes)
     return SavedRun(step_folder, run, state, weights, optimizer, skipped)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_allattn.config.errors import Unreadable, UsageError, usage_error
 
 FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
+METRICS, OBSERVATIONS = "metrics.jsonl", "observations.jsonl"
 OUTCOME = "outcome.json"
 """How a run has ended, beside its checkpoints: training/main.py writes it."""
 STEP_NAME = re.compile(r"step_(\d{8,})")

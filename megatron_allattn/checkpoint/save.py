@@ -138,7 +138,7 @@ def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
 
 def check_weights(source: Path, weights: TensorReader, model: ModelConfig, vocab_size: int) -> None:
     """Refuse weights that are not the model's: UsageError names the first tensor that differs and both shapes."""
-    check_plausible(source, model, len(weights.infos), sum(info.num_bytes for info in weights.infos.values()))
+    check_plausible(source, model, len(weights.infos), weights.num_bytes)
     expected = {logical.name: logical.shape for logical in logical_tensors(model, vocab_size)}
     found = {name: tuple(info.shape) for name, info in weights.infos.items()}
     for name in sorted(expected.keys() | found.keys()):

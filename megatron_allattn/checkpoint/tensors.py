@@ -241,6 +241,11 @@ class TensorReader:
     def names(self) -> list[str]:
         return list(self.infos)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(info.num_bytes for info in self.infos.values())
+
     def map(self, name: str) -> torch.Tensor:
         """One tensor as it lies on the disk, to be read as it is used and never written to. As `read`, but that an
         error of the disk is told when the tensor is used, by a signal (SIGBUS)."""

@@ -50,6 +50,20 @@ class ToolParser(argparse.ArgumentParser):
                 check_text(str(value))
         return options
 
+    def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The flags of this parser with their values, and all other words: pretrain.py's arguments."""
+        own: list[str] = []
+        others: list[str] = []
+        rest = list(argv)
+        while rest:
+            word = rest.pop(0)
+            name, equals, _ = word.partition("=")
+            action = self._option_string_actions.get(name.replace("_", "-") if name.startswith("--") else name)
+            (others if action is None else own).append(word)
+            if action is not None and not equals and action.nargs != 0 and rest:
+                own.append(rest.pop(0))
+        return own, others
+
     def add_rank_flags(self) -> None:
         """The layout, the precision, and what launchers add."""
         add, size = self.add_argument, "--tensor-model-parallel-size"

@@ -30,12 +30,13 @@ def attend(
     state: BlockState,
 ) -> Tensor:
     """The local heads' outputs before W_o, [B, M, H·K], for a block and the hidden states cached before it."""
+    check_shapes(block_BMD, cache_BCD, weights, state)
     own, window, weights = block_BMD.dtype, state.window, weights.widened()
-    block_BMD, cache_BCD = widen(block_BMD), widen(cache_BCD)
-    a = attention_weights(block_BMD, cache_BCD, weights, settings, state)
+    block_BMD, memory_BSD = _widened(block_BMD, cache_BCD, window)
+    a = _weights(block_BMD, memory_BSD, cache_BCD.shape[1], weights, settings, state)
     a = _dropout(a, settings, state).to(block_BMD.dtype)
 
-    v_BHSK = _split_heads(F.linear(_memory(block_BMD, cache_BCD, window), weights.value), len(state.heads))
+    v_BHSK = _split_heads(F.linear(memory_BSD, weights.value), len(state.heads))
     position_KW = weights.position_key[0, :, -window:]
     a_context = a[..., :window]
     y_BHMK = _from_distance(a_context) @ v_BHSK
@@ -55,17 +56,29 @@ def attention_weights(
 ) -> Tensor:
     """a before dropout, [B, H, M, W + N]: over the context by distance W, W − 1, …, 1, then the persistent vectors."""
     check_shapes(block_BMD, cache_BCD, weights, state)
-    weights, block_BMD, cache_BCD = weights.widened(), widen(block_BMD), widen(cache_BCD)
+    block_BMD, memory_BSD = _widened(block_BMD, cache_BCD, state.window)
+    return _weights(block_BMD, memory_BSD, cache_BCD.shape[1], weights.widened(), settings, state)
+
+
+def _weights(
+    block_BMD: Tensor,
+    memory_BSD: Tensor,
+    cache_length: int,
+    weights: LayerWeights,
+    settings: AttentionSettings,
+    state: BlockState,
+) -> Tensor:
+    """`attention_weights` from what is widened."""
     window, num_heads = state.window, len(state.heads)
     q_BHMK = _split_heads(F.linear(block_BMD, weights.query), num_heads)
-    k_BHSK = _split_heads(F.linear(_memory(block_BMD, cache_BCD, window), weights.key), num_heads)
+    k_BHSK = _split_heads(F.linear(memory_BSD, weights.key), num_heads)
     position_KW = weights.position_key[0, :, -window:]
 
     scores = _to_distance(q_BHMK @ k_BHSK.transpose(-1, -2), window) + q_BHMK @ position_KW
     if weights.persistent_key is not None:
         scores = torch.cat([scores, q_BHMK @ weights.persistent_key], dim=-1)
     scores = scores / math.sqrt(q_BHMK.shape[-1])
-    empty = _empty(settings, state, cache_BCD.shape[1], scores)
+    empty = _empty(settings, state, cache_length, scores)
     if weights.span is None:
         return _softmax(scores, empty)
     wide = wide_type(scores.dtype)
@@ -75,9 +88,10 @@ def attention_weights(
     return weigh(scores, mask, empty)
 
 
-def _memory(block_BMD: Tensor, cache_BCD: Tensor, window: int) -> Tensor:
-    """What a block attends to, [B, W + M, D]."""
-    return torch.cat([fit_cache(cache_BCD, window), block_BMD], dim=1)
+def _widened(block_BMD: Tensor, cache_BCD: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """A block in the type of products, once, and what it attends to, [B, W + M, D]."""
+    block_BMD = widen(block_BMD)
+    return block_BMD, torch.cat([fit_cache(widen(cache_BCD), window), block_BMD], dim=1)
 
 
 def fit_cache(cache_BCD: Tensor, window: int) -> Tensor:

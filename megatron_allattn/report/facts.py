@@ -5,12 +5,11 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.parameters import Parameters, count_parameters
 from megatron_allattn.config.recipes import in_words
-from megatron_allattn.report.metrics import FILE as METRICS
 from megatron_allattn.report.metrics import MOST_EVENTS, Curve, Event
-from megatron_allattn.report.observations import FILE as OBSERVATIONS
 from megatron_allattn.report.run import Run
 from megatron_allattn.report.style import in_short
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.report.lines import Line, lines_of
 
-FILE = "metrics.jsonl"
 MOST_EVENTS = 200
 """Of each kind, how many are told in words; all of them are counted and marked."""
 
@@ -93,7 +93,7 @@ class Metrics:
 def read_metrics(run_folder: Path) -> Metrics:
     """Raises UsageError naming the line that is no record."""
     collected = _Collected()
-    for line in lines_of(run_folder / FILE):
+    for line in lines_of(run_folder / METRICS):
         collected.take(line)
     return collected.metrics()
 

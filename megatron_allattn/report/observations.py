@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from megatron_allattn.checkpoint.run_folder import OBSERVATIONS
 from megatron_allattn.report.lines import Line, lines_of
 
-FILE = "observations.jsonl"
 LIVES = Path("jobs", "lives.jsonl")
 PERSISTENT = ("persistent_share", "effective_vectors", "largest_vector", "dead_vectors")
 """What is measured of heads that have persistent vectors."""
@@ -79,7 +79,7 @@ def read_observations(run_folder: Path) -> Observations:
     starts: list[Start] = []
     heads: list[Heads] = []
     memory: list[Memory] = []
-    for line in lines_of(run_folder / FILE):
+    for line in lines_of(run_folder / OBSERVATIONS):
         kind, step = line.kind, line.step
         if kind == "start":
             starts.append(_start(line))
@@ -91,7 +91,7 @@ def read_observations(run_folder: Path) -> Observations:
             found = Memory(step=step, peak_bytes=line.whole("peak_bytes"), device=line.text("device"))
             _append(line, memory, found)
     return Observations(
-        there=(run_folder / FILE).exists(),
+        there=(run_folder / OBSERVATIONS).exists(),
         starts=tuple(starts or _lives(run_folder)),
         heads=tuple(heads),
         memory=tuple(memory),

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from megatron_allattn import __version__
 from megatron_allattn.checkpoint.files import storage_errors, write_bytes_atomic, write_text_atomic
-from megatron_allattn.checkpoint.run_folder import check_outside
+from megatron_allattn.checkpoint.run_folder import METRICS, check_outside
 from megatron_allattn.config.errors import UsageError, one_line, unreadable, usage_error
 from megatron_allattn.report import facts, figures, heads, page
 from megatron_allattn.report.comparison import comparison_pictures, comparison_table, unit_of
-from megatron_allattn.report.metrics import FILE as METRICS
 from megatron_allattn.report.run import Run, read_run
 from megatron_allattn.report.style import SERIES, Picture, as_png
 

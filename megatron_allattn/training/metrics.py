@@ -17,10 +17,9 @@ from megatron_allattn.checkpoint.files import (
     sync_file,
     write_json_lines_atomic,
 )
+from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config import usage_error
 from megatron_allattn.training.mirror import Mirror, Record
-
-METRICS = "metrics.jsonl"
 
 
 def per_unit(loss: float, unit: str) -> Record:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_allattn.checkpoint.files import append_json_line
+from megatron_allattn.checkpoint.run_folder import OBSERVATIONS
 from megatron_allattn.engine.interface import Engine, Spans
 from megatron_allattn.kernels.eager import attention_weights
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
 from megatron_allattn.parallel.collectives import gather_objects
 
-OBSERVATIONS = "observations.jsonl"
 POSITIONS = 64  # the last ones of a block, whose attention is looked at
 DEAD = 0.01  # of an equal part of a head's attention to its vectors: a vector that gets less is dead
 Record = dict[str, Any]

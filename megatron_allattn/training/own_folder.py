@@ -4,9 +4,8 @@ from pathlib import Path
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, prepare_run_folder
+from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, METRICS, prepare_run_folder
 from megatron_allattn.config import RunConfig, usage_error
-from megatron_allattn.training.metrics import METRICS
 from megatron_allattn.training.pace import PACE
 
 

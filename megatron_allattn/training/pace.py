@@ -7,6 +7,7 @@ RUN/metrics.jsonl  tokens and tokens a second of every step, from which its seco
 from pathlib import Path
 
 from megatron_allattn.checkpoint.files import read_json_lines, write_json_atomic
+from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.json_files import read_json_object
 
@@ -28,7 +29,7 @@ def longest_save(run_folder: Path) -> float | None:
 
 def longest_step(run_folder: Path) -> float | None:
     """Seconds of the longest of the last steps, None where none has been measured. Raises UsageError: bad records."""
-    steps = [one for one in read_json_lines(run_folder / "metrics.jsonl") if one.get("kind") == "train"]
+    steps = [one for one in read_json_lines(run_folder / METRICS) if one.get("kind") == "train"]
     if len(steps) < 2:
         return None
     for one in steps:

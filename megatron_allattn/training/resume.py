@@ -14,14 +14,13 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.progress import Progress
-from megatron_allattn.checkpoint.run_folder import has_saved, run_around
+from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
 from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.tokenizers import difference, tokenizer_from_json
-from megatron_allattn.training.metrics import METRICS, drop_records_after
-from megatron_allattn.training.observations import OBSERVATIONS
+from megatron_allattn.training.metrics import drop_records_after
 
 # What a run must be resumed with, by section of the configuration; None: with all of it.
 _Fixed = dict[str, tuple[str, ...] | None]

@@ -13,12 +13,12 @@ from typing import Literal
 
 from megatron_allattn.checkpoint.lock import NAME as LOCK
 from megatron_allattn.checkpoint.lock import is_held
-from megatron_allattn.checkpoint.run_folder import OUTCOME
+from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME
 from megatron_allattn.config.durations import clock
 from megatron_allattn.config.errors import UsageError, one_line
 from megatron_allattn.config.json_files import read_json_object
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG = "config.json"
 QUIET_SECONDS = 60.0
 """Without a record, after which it is told how long ago the last one was, and the lock is looked at."""
 

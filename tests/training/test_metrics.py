@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config import UsageError
-from megatron_allattn.training.metrics import METRICS, Metrics, drop_records_after, per_unit
+from megatron_allattn.training.metrics import Metrics, drop_records_after, per_unit
 
 
 def lines(folder: Path) -> list[Any]:

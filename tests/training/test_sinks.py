@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config import CheckpointConfig, LoggingConfig, ParallelConfig, RunConfig, UsageError
 from megatron_allattn.training import sinks
-from megatron_allattn.training.metrics import METRICS, Metrics, drop_records_after
+from megatron_allattn.training.metrics import Metrics, drop_records_after
 from megatron_allattn.training.sinks import check_sinks, open_mirrors
 from tests.support.commands import BIN, PRETRAIN, ROOT, TINY, Program, corpus, environment, records, run
 from tests.support.sinks import Points, offline_folders, tensorboard_points, wandb_points, wandb_run
