@@ -1,5 +1,6 @@
 """What saving, loading and converting cost in memory, beside the state itself: a tensor or two, and no file."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,16 +104,19 @@ print(found)
 
 
 def test_conversions_hold_a_tensor_or_two(tmp_path: Path) -> None:
-    """Each way between ours, one file, TP 2 × PP 2 shards, DeepSpeed's and the paper's: a state of 150 MB, tensors of
-    up to 4 MB."""
+    """Each way between ours, one file, TP 2 × PP 2 shards, DeepSpeed's and the paper's, of a state of 100 MB beside one
+    of 50, both with tensors of up to 4 MB."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "persistent_memory_size": 1024, "max_attention_span": 96}
-    for name, num_layers in (("few", 2), ("many", 6)):
+    for name, num_layers in (("few", 2), ("many", 4)):
         saved_run(tmp_path / name, ModelConfig(num_layers=num_layers, **sizes), steps=1, vocab_size=1000)
     files = (tmp_path / "many").glob("checkpoints/*/*.safetensors")
-    assert sum(path.stat().st_size for path in files) > 120e6
+    assert sum(path.stat().st_size for path in files) > 90e6
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", CONVERSIONS, *(str(tmp_path / name) for name in ("few", "many", "out"))]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    returns = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+    output = subprocess.run(
+        command, cwd=ROOT, env=returns, check=True, capture_output=True, text=True, timeout=120
+    ).stdout
     grown = int(output.splitlines()[-1])
     print(f"{grown:,} bytes")
-    assert grown < 24e6
+    assert grown < 12e6  # what glibc would keep of what was freed is no part of it (`returns`)

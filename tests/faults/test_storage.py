@@ -25,7 +25,7 @@ def in_a_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str
 
 def pretrain(runs: Runs, *flags: str) -> str:
     """The command, quoted."""
-    command = [sys.executable, str(ROOT / "pretrain.py"), *runs.flags(*flags), "--no-report"]
+    command = [sys.executable, str(ROOT / "pretrain.py"), *runs.flags(*flags)]
     return shlex.join(command)
 
 
