@@ -15,16 +15,15 @@ from tests.support.template import ROOT, Template
 
 torch.set_num_threads(1)
 
-LONG = (  # files of over a minute, longest first: begun last they would keep one process busy while the other is idle
-    "layouts/test_layouts.py",
+LONG = (  # the longest files, first: begun last they would keep one process busy while the other is idle
+    "cluster/jobs/test_two_nodes.py",
     "cli/test_launchers.py",
-    "gpu/test_check.py",
-    "cli/test_verify_reference.py",
-    "checkpoint/test_save.py",
-    "training/test_kill_and_resume.py",
-    "faults/test_faults.py",
-    "cli/test_evaluate.py",
     "kernels/test_triton_attention.py",
+    "engine/test_engines.py",
+    "cluster/jobs/test_batch_script.py",
+    "training/test_placement.py",
+    "cli/test_output.py",
+    "cli/test_bad_input.py",
 )
 
 

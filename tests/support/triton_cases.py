@@ -2,7 +2,8 @@
 
 The interpreter is chosen when triton is imported, hence a process of its own: TRITON_INTERPRET=1 python THIS.
 Triton's heads have at least 16 channels and its tiles 16 rows; spans and blocks here are just long enough for several
-tiles, because a tile takes the interpreter milliseconds.
+tiles, because a tile takes the interpreter milliseconds. THIS takes one argument, JSON: the `cases` of CASES, and what
+`masks` is asked.
 """
 
 import json
@@ -123,9 +124,9 @@ def repeated() -> bool:
 
 if __name__ == "__main__":
     InterpreterBuilder.create_dot = _dot
-    report = {name: differences(options, None, TILES) for name, options in CASES.items()}
-    report |= {name: differences(*case) for name, case in LONG_CASES.items()}
     request = json.loads(sys.argv[1])
+    report = {name: differences(CASES[name], None, TILES) for name in request.pop("cases")}
+    report |= {name: differences(*case) for name, case in LONG_CASES.items()}
     print(
         json.dumps(
             {

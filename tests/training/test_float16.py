@@ -11,7 +11,18 @@ from tests.support.commands import ROOT, TINY, Finished, corpus, records, run
 from tests.support.template import Template
 
 POWER = 24  # a loss scale of 2^24: too large at first
-FLAGS = ["--fp16", "--log-interval", "1", "--span-loss", "1e-4", "--attention-dropout", "0.1", "--save", "run"]
+FLAGS = [
+    "--fp16",
+    "--log-interval",
+    "1",
+    "--span-loss",
+    "1e-4",
+    "--attention-dropout",
+    "0.1",
+    "--save",
+    "run",
+    "--no-report",
+]
 
 
 def pretrain(template: Template, folder: Path, data: Path, *flags: str) -> Finished:
