@@ -8,10 +8,12 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 
+from megatron_allattn.checkpoint import tensors
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
 from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, verify
 from tests.support.checkpoints import read_tensors, write_tensors_to
@@ -120,6 +122,22 @@ def test_a_full_disk_says_so_and_leaves_nothing(template: Path, limit: int):
     assert code == 1
     assert text.startswith(f"StorageError: {template}/checkpoints/.step_00000150.tmp-") and "\n" not in text
     assert "bytes needed, " in text and "bytes free; " in text
+    assert _entries(template) == ["step_00000050", "step_00000100"]
+    assert _loaded_seed(template) == (100, 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_file_that_is_always_full(template: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, *how: str, **more: int) -> IO[bytes]:
+        return open("/dev/full" if path.name == "weights-00002.safetensors" else path, "wb", **more)
+
+    monkeypatch.setattr(tensors, "open", full, raising=False)
+    with pytest.raises(StorageError) as caught:
+        _save(template, 150, 3)
+    monkeypatch.undo()
+    said = str(caught.value)
+    assert said.startswith(f"{template}/checkpoints/.step_00000150.tmp-") and "weights-00002.safetensors: " in said
+    assert "no space left: " in said and " bytes needed, " in said
     assert _entries(template) == ["step_00000050", "step_00000100"]
     assert _loaded_seed(template) == (100, 2)
 

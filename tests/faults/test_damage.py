@@ -46,6 +46,7 @@ def _outside(path: Path) -> None:
     path.symlink_to(target)
 
 
+JSON = ("state.json", "manifest.json")
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit": (_flip, r"damaged: expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"),
     "4 KiB of zeros": (_hole, r"damaged: expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"),
@@ -63,6 +64,19 @@ def saved(data: Path, tmp_path_factory: pytest.TempPathFactory, template) -> Pat
     runs = Runs(folder, data, template)
     runs.succeeds(1, *COMMON)
     return folder / "run"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "caches-00001.safetensors", *JSON, "COMPLETE"])
+def test_damage_of_any_file_is_named(runs: Runs, saved: Path, name: str) -> None:
+    shutil.copytree(saved, runs.folder / "run")
+    _flip(runs.folder / NEWEST / name)
+    ended = runs.plain(1, 0, "pause@0", *COMMON, "--load", "run")
+    assert ended.codes == [2]
+    (line,) = ended.errors
+    file = "manifest.json" if name == "COMPLETE" else name
+    assert line.startswith(f"error: {NEWEST}: {file}: damaged: expected SHA-256 ")
+    assert line.endswith("; give --load-fallback to go on from an older step")
 
 
 @pytest.mark.parametrize("name", DAMAGE)
