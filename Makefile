@@ -35,8 +35,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# three at once on two cores: many tests wait for something, such as a scheduler or a rank that does not come
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-layouts: $(READY)
 	$(BIN)/python -m pytest -q -m layouts
