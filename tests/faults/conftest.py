@@ -16,7 +16,12 @@ from tests.support.template import Template
 FAULTY = str(ROOT / "tests" / "support" / "faulty.py")
 TIMEOUT = 15.0  # seconds, of every collective
 SLACK = 120.0  # for a machine that does other things too
-FLAGS = {"--num-layers": "4", "--train-iters": "6", "--log-interval": "1", "--save": "run"}  # and no report, which takes seconds
+FLAGS = {
+    "--num-layers": "4",
+    "--train-iters": "6",
+    "--log-interval": "1",
+    "--save": "run",
+}  # and no report, which takes seconds
 PATH = {"PYTHONPATH": str(ROOT)}
 
 
