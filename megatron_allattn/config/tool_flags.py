@@ -1,4 +1,7 @@
-"""Flags of the tools that load a checkpoint and run as ranks of a launcher: tools/evaluate.py and tools/generate.py."""
+"""How the tools and launch/submit.py read their flags: strictly, told in one line, and beside those of pretrain.py.
+
+`add_rank_flags`, and what reads those, are of tools that load a checkpoint and run as ranks of a launcher.
+"""
 
 import argparse
 import difflib
@@ -16,11 +19,12 @@ Precision = Literal["float32", "bfloat16", "float64"]
 class ToolParser(argparse.ArgumentParser):
     """argparse with one-line errors, whose flags are given at most once and never abbreviated, with - or _.
 
-    repeatable: those that may be given more often.
+    repeatable: those that may be given more often. After `parse_args`, `given` has those that were given, with -.
     """
 
     def __init__(self, name: str, description: str | None, repeatable: Collection[str] = ()) -> None:
         self._repeatable = repeatable
+        self.given: set[str] = set()
         super().__init__(
             prog=name,
             description=description,
@@ -32,7 +36,7 @@ class ToolParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        words, given = [], set()
+        words, self.given = [], set()
         for word in argv:
             name, equals, value = word.partition("=")
             if word.startswith("--"):
@@ -40,9 +44,10 @@ class ToolParser(argparse.ArgumentParser):
                 if name not in self._option_string_actions:
                     near = difflib.get_close_matches(name, self._option_string_actions, n=1)
                     raise usage_error("flag", name, "is unknown", f"did you mean {near[0]}?" if near else "see --help")
-                if name in given and name not in self._repeatable:
-                    raise usage_error("flag", name, "is given twice", "give it once")
-                given.add(name)
+                if name in self.given and name not in self._repeatable:
+                    all_of_it = ", with all its values" if self._option_string_actions[name].nargs == "+" else ""
+                    raise usage_error("flag", name, "is given twice", f"give it once{all_of_it}")
+                self.given.add(name)
             words.append(name + equals + value)
         options = super().parse_args(words)
         for value in vars(options).values():
