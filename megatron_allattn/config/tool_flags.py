@@ -5,7 +5,8 @@
 
 import argparse
 import difflib
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -86,11 +87,34 @@ class ToolParser(argparse.ArgumentParser):
         add("--deepspeed", action="store_true", help=argparse.SUPPRESS)
 
 
-def count(text: str) -> int:
-    """A flag's positive integer."""
-    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1 to {LARGEST}")
-    return int(text)
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """What reads a flag's integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def number(rule: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """What reads a flag's finite number. rule: which it may be, in words; fits: whether it is one of those."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a number {rule}")
+        return value
+
+    return read
+
+
+count = integer(1)
+above_zero = number("above 0", lambda value: value > 0)
 
 
 def precision_of(given: argparse.Namespace) -> Precision:
