@@ -27,10 +27,7 @@ from megatron_allattn.checkpoint.files import (
     check_sha256,
     check_size,
     describes_file,
-    sha256_of,
     storage_errors,
-    sync_file,
-    sync_folder,
     write_json_atomic,
     write_text_atomic,
 )
@@ -43,6 +40,7 @@ from megatron_allattn.checkpoint.run_folder import (
     run_around,
     step_name,
 )
+from megatron_allattn.config.disk import sha256_of, sync_file, sync_folder
 from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.config.json_files import parse_json, read_bytes
 
