@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_allattn.cluster.jobs.arguments import without_flag
 from megatron_allattn.cluster.jobs.script import JobOptions
+from megatron_allattn.config.cli import without_flag
 from megatron_allattn.parallel.nodelist import expand_nodes
 from tests.support import stand_in
 from tests.support.commands import ROOT, records, run_ranks
