@@ -18,7 +18,7 @@ from megatron_allattn.config.errors import Unreadable, UsageError, unreadable, u
 from megatron_allattn.config.json_files import read_json_object
 
 FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
-METRICS, OBSERVATIONS = "metrics.jsonl", "observations.jsonl"
+CONFIG, METRICS, OBSERVATIONS = "config.json", "metrics.jsonl", "observations.jsonl"
 OUTCOME = "outcome.json"
 STEP_NAME = re.compile(r"step_(\d{8,})")
 _LONGEST_NAME = 40  # characters that are read of a `latest`, which anybody may have written

@@ -13,11 +13,10 @@ from typing import Literal
 
 from megatron_allattn.checkpoint.lock import NAME as LOCK
 from megatron_allattn.checkpoint.lock import is_held
-from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME, End, Outcome, read_outcome
+from megatron_allattn.checkpoint.run_folder import CONFIG, METRICS, OUTCOME, End, Outcome, read_outcome
 from megatron_allattn.config.durations import clock
 from megatron_allattn.config.errors import one_line
 
-CONFIG = "config.json"
 QUIET_SECONDS = 60.0
 """Without a record, after which it is told how long ago the last one was, and the lock is looked at."""
 
