@@ -224,3 +224,9 @@ def vocabulary_tables(model: ModelConfig, vocab_size: int, ranks: int) -> list[t
         (padded_share(stop - start, ranks), model.hidden_size // model.adaptive_div_value**k)
         for k, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
+
+
+def check_cluster_tokens(cluster_tokens: Sequence[int], num_clusters: int, tokens: int) -> None:
+    """Raises ValueError: they are not how many of `tokens` are in each cluster."""
+    if len(cluster_tokens) != num_clusters or sum(cluster_tokens) != tokens:
+        raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {num_clusters} clusters share {tokens} tokens")

@@ -82,13 +82,13 @@ def label(axes: Any, *, x: str | None = None, y: str | None = None) -> None:
         axes.set_ylabel(y, fontsize=11, color=INK)
 
 
-def step_axis(axes: Any, text: str = "step") -> None:
+def step_axis(axes: Any) -> None:
     """Whole numbers, in short: 500k, 1.5M."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator  # noqa: PLC0415
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(value)))
-    label(axes, x=text)
+    label(axes, x="step")
 
 
 def value_axis(axes: Any, *, log: bool = False) -> None:
