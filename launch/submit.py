@@ -54,26 +54,6 @@ def _parser() -> ToolParser:
     return parser
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags of the job with their values, and pretrain.py's arguments."""
-    switches = {"submit", "dry-run", "help"}
-    valued = {"nodes", "gpus-per-node", "spare-nodes", "cpus-per-task", "time", "signal-seconds", "gpu"}
-    valued |= {name.replace("_", "-") for name in TEXTS}
-    own: list[str] = []
-    others: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.lstrip("-").replace("_", "-").partition("=")
-        if word == "-h" or (word.startswith("--") and name in switches):
-            own.append("--help" if word == "-h" else word)
-        elif word.startswith("--") and name in valued:
-            own += [word] if equals or not rest else [word, rest.pop(0)]
-        else:
-            others.append(word)
-    return own, others
-
-
 def options_of(given: argparse.Namespace, job: Submitted) -> tuple[JobOptions, list[str]]:
     """What the job asks for, and what is to be said about it. Raises UsageError."""
     found, notes = margin.measured(job.run_folder), []
@@ -132,9 +112,10 @@ def _sbatch(*words: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    own, others = split(sys.argv[1:] if argv is None else argv)
     try:
-        given = _parser().parse_args(own)
+        parser = _parser()
+        own, others = parser.split(sys.argv[1:] if argv is None else argv)
+        given = parser.parse_args(own)
         if given.submit and given.dry_run:
             raise UsageError("--submit: contradicts --dry-run; give one of the two")
         if given.submit and shutil.which("sbatch") is None:

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 from megatron_allattn.benchmark.profiles import packaged
 from megatron_allattn.benchmark.shapes import DEFAULT_PROFILE, DEFAULT_RECIPE
-from megatron_allattn.config.checks import LARGEST, check_output
+from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.reporting import refuse, run_program
-from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.config.tool_flags import ToolParser, count, integer, number
 
 DTYPES, BACKENDS = ("float32", "bfloat16"), ("eager", "blocked", "triton")
 ANY_BACKEND = ("auto", *BACKENDS)
@@ -44,7 +44,7 @@ def add_attention(parser: ToolParser) -> None:
     add("--sweep", nargs="+", choices=("mean-span", "max-span"), default=[], help="cost against the spans")
     add("--longest-span", type=count, metavar="S", help="of a sweep's longest head (default 2048)")
     add("--mean-span", type=count, metavar="S", help="of --sweep max-span (default 300)")
-    add("--points", type=_points, metavar="N", help="of a sweep (default 7)")
+    add("--points", type=integer(3), metavar="N", help="of a sweep (default 7)")
     add("--plot", type=Path, metavar="FILE.svg", help="draw the sweeps (needs matplotlib)")
 
 
@@ -98,6 +98,7 @@ def add_plan_check(parser: ToolParser) -> None:
     add("--gpu", metavar="D", help="device of the table whose shares are taken (default: by the driver's name)")
 
 
+PROBABILITY = number("from 0 up to, and without, 1", lambda value: 0 <= value < 1)
 COMMANDS: dict[str, Callable[[ToolParser], None]] = {
     "attention": add_attention,
     "layer": add_layer,
@@ -126,17 +127,11 @@ def _add_shape(parser: ToolParser) -> Any:
     add("--micro-batch-size", type=count, default=1, metavar="B", help="streams (default 1)")
     add("--seq-length", type=count, metavar="M", help="tokens of a stream (default: the recipe's)")
     add("--num-layers", type=count, metavar="N", help="layers (default: the recipe's, 4 in a sweep)")
-    add("--persistent-memory-size", type=_number, metavar="N", help="vectors of a head (default: the recipe's)")
-    add("--attention-dropout", "--dropout", type=_probability, metavar="P", help="default: the recipe's")
+    add("--persistent-memory-size", type=integer(0), metavar="N", help="vectors of a head (default: the recipe's)")
+    add("--attention-dropout", "--dropout", type=PROBABILITY, metavar="P", help="default: the recipe's")
     add("--span-profile", metavar="P", help=f"how far heads look: {profiles} (default {DEFAULT_PROFILE})")
     add("--dtype", choices=DTYPES, default="float32", help="default: float32")
     return add
-
-
-def _integer(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdecimal() and least <= int(text) <= LARGEST):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {least} to {LARGEST}")
-    return int(text)
 
 
 def _threads(cores: int, text: str) -> int:
@@ -144,24 +139,6 @@ def _threads(cores: int, text: str) -> int:
     if threads > cores:
         raise argparse.ArgumentTypeError(f"{text}: this process may use {cores} cores, and more threads would wait")
     return threads
-
-
-def _number(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _points(text: str) -> int:
-    return _integer(text, 3)
-
-
-def _probability(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number from 0 up to, and without, 1")
-    return value
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -175,7 +152,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     COMMANDS[name](parser)
     add: Any = parser.add_argument
     add("--runs", type=count, default=5, metavar="N", help="rounds that count (default 5)")
-    add("--warmup", type=_number, default=1, metavar="N", help="rounds before them that do not (default 1)")
+    add("--warmup", type=integer(0), default=1, metavar="N", help="rounds before them that do not (default 1)")
     add("--json", type=Path, metavar="FILE", help="write every number as JSON")
     options = parser.parse_args(argv[1:])
     options.command = name

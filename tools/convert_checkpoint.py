@@ -33,15 +33,15 @@ A flag that contradicts the file is an error. A file of somebody else is safe to
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from megatron_allattn.config.reporting import run_program, tell_early_interrupts
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_interrupts
 
 if __name__ == "__main__":
     tell_early_interrupts()  # torch is loaded next
@@ -66,8 +66,9 @@ from megatron_allattn.config import (
     UsageError,
     parse,
 )
-from megatron_allattn.config.checks import check_text, field_types
+from megatron_allattn.config.checks import field_types
 from megatron_allattn.config.errors import flag, usage_error
+from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.data.code_vocabulary import tokenizer_of
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer_from_json
 from megatron_allattn.hf import export
@@ -279,16 +280,9 @@ class _PassOn(argparse.Action):
         namespace.flags.append(given)  # type: ignore[attr-defined]
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see --help\n")
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options of the command line, and under `flags` those of pretrain.py. A wrong one ends the program."""
-    parser = _OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of the command line, and under `flags` those of pretrain.py. Raises UsageError."""
+    parser = ToolParser("convert_checkpoint.py", __doc__)
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", choices=FORMATS, help="the format of FILE")
     direction.add_argument("--to", dest="target", choices=WRITTEN, help="the format to write")
@@ -315,15 +309,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.add_argument(flag(name), **passed_on, nargs=0 if types == (bool,) else None)
             if types == (bool,):
                 parser.add_argument(flag(f"no_{name}"), **passed_on, nargs=0)
-    parts = [word.partition("=") for word in (sys.argv[1:] if argv is None else argv)]
-    options = parser.parse_args(
-        [(name.replace("_", "-") if name.startswith("--") else name) + equals + value for name, equals, value in parts]
-    )
+    options = parser.parse_args(argv)
     _check_options(parser, options)
     return options
 
 
-def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _check_options(parser: ToolParser, options: argparse.Namespace) -> None:
     """Each direction has its own options; those of the other would be ignored."""
     needed, other = ("file", "load") if options.source else ("load", "file")
     names = {"file": "FILE", "load": "--load RUN"}
@@ -350,11 +341,9 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"{direction}: {ignored[0]} has no effect")
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parse_arguments(argv)
+def main(argv: Sequence[str] | None = None) -> int:
     try:
-        for path in (options.file, options.load, options.output):
-            check_text(str(path))
+        options = parse_arguments(sys.argv[1:] if argv is None else argv)
         check_new(options.output)
         check_outside("--output", options.output)
         if options.source:
@@ -370,8 +359,7 @@ def main(argv: list[str] | None = None) -> int:
             with told_if_gone(saved.step_folder):
                 print(WRITTEN[options.target](saved, options.output, wanted))
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,6 @@ mpirun and srun. Flags may be written with - or _.
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,35 +20,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from megatron_allattn.config import UsageError, usage_error
+from megatron_allattn.config.errors import flag
 from megatron_allattn.config.reporting import refuse, run_program
-from megatron_allattn.config.tool_flags import ToolParser, count, parallel_of, precision_of
+from megatron_allattn.config.tool_flags import ToolParser, above_zero, count, integer, number, parallel_of, precision_of
 
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "seed", "num_samples")  # those that --greedy leaves without effect
 PROMPT_FLAGS = ("prompt", "prompt_file", "prompts_file", "interactive")  # one of them
 BATCH_FLAGS = ("num_samples", "batch_size", "json")  # those that --interactive leaves without effect
 DEFAULT_SEED = 1234
 DEFAULT_BATCH_SIZE = 16
-
-
-def _between(low: float, high: float, rule: str) -> Any:
-    """A flag's number in (low, high]."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low < value <= high and math.isfinite(value)):
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a number {rule}")
-        return value
-
-    return number
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 0 to 2^63 - 1")
-    return int(text)
 
 
 def _stop(text: str) -> str:
@@ -78,24 +57,20 @@ def _parser() -> ToolParser:
     add("--greedy", action="store_true", help="always the likeliest token")
     add(
         "--temperature",
-        type=_between(0, math.inf, "above 0"),
+        type=above_zero,
         metavar="T",
         help="divides log-probabilities: below 1 likelier, above 1 more varied (default 1)",
     )
     add("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens only")
     add(
         "--top-p",
-        type=_between(0, 1, "above 0, up to 1"),
+        type=number("above 0, up to 1", lambda value: 0 < value <= 1),
         metavar="P",
         help="draw from the likeliest tokens only, as many as reach P together (after --top-k)",
     )
-    add("--seed", type=_seed, metavar="N", help=f"of the draws (default {DEFAULT_SEED})")
+    add("--seed", type=integer(0, 2**63 - 1), metavar="N", help=f"of the draws (default {DEFAULT_SEED})")
     parser.add_rank_flags()
     return parser
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -104,12 +79,12 @@ def _check(given: argparse.Namespace) -> None:
 
     def refused(name: str, rule: str, fix: str) -> UsageError:
         value = getattr(given, name)
-        what, shown = ("flag", _flag(name)) if value is True else (_flag(name), value)
+        what, shown = ("flag", flag(name)) if value is True else (flag(name), value)
         return usage_error(what, shown, rule, fix)
 
     first, *more = [*having(PROMPT_FLAGS), ""]
     if more and more[0]:
-        raise refused(more[0], f"{_flag(first)} is given too", "give one of the two")
+        raise refused(more[0], f"{flag(first)} is given too", "give one of the two")
     for name, useless in (("greedy", having(SAMPLING_FLAGS)), ("interactive", having(BATCH_FLAGS))):
         if getattr(given, name) and useless:
             raise refused(useless[0], f"has no effect with --{name}", "leave one of the two out")

@@ -8,42 +8,36 @@
 Without --verify it reads headers and compares sizes.
 """
 
-import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from megatron_allattn.checkpoint.inspect import Inspection, difference, inspect
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.config.reporting import run_program
+from megatron_allattn.config.reporting import refuse, run_program
+from megatron_allattn.config.tool_flags import ToolParser
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see --help\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = _OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ToolParser("inspect_checkpoint.py", __doc__)
     parser.add_argument("path", type=Path, nargs="?", help="a run folder or one of its step folders")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--verify", action="store_true", help="compare every byte's SHA-256 and look at every number")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="tell what differs between two")
-    options = parser.parse_args(argv)
-    if (options.path is None) == (options.diff is None):
-        parser.error("give a path, or --diff A B")
-    if options.diff and options.json:
-        parser.error("--diff A B: --json has no effect")
     try:
+        options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        if (options.path is None) == (options.diff is None):
+            parser.error("give a path, or --diff A B")
+        if options.diff and options.json:
+            parser.error("--diff A B: --json has no effect")
         if options.diff:
             return _tell_difference(*(inspect(path, every_byte=options.verify) for path in options.diff))
         inspection = inspect(options.path, every_byte=options.verify)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     print(json.dumps(inspection.to_dict(), indent=2) if options.json else inspection.to_text())
     return 0 if inspection.intact else 1
 

@@ -16,7 +16,6 @@ table with a -.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.reporting import first_rank_guess, refuse, run_program
 from megatron_allattn.config.run import ParallelConfig
-from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.config.tool_flags import ToolParser, above_zero, count
 from megatron_allattn.parallel.nodelist import expand_nodes
 
 SECONDS, SLOW_BELOW, CLOCK_SKEW = 240.0, 0.7, 1.0
@@ -54,40 +53,30 @@ def _parser() -> ToolParser:
     add("--reports", type=Path, metavar="DIR", help="what nodes have left there by --local --json DIR")
     add("--nodes", metavar="LIST", help="the nodes that must have told, as n[1-8] or n1,n2")
     add("--gpus-per-node", type=count, metavar="N", help="GPUs that a node must have (and, alone, ranks on it)")
-    add("--min-gpu-memory-gib", type=_above_zero, metavar="X", help="that must be free on each (default 90 %% of it)")
+    add("--min-gpu-memory-gib", type=above_zero, metavar="X", help="that must be free on each (default 90 %% of it)")
     least = HOST_BYTES_PER_RANK // GIB
-    add("--min-host-memory-gib", type=_above_zero, metavar="X", help=f"that must be free (default {least} a rank)")
+    add("--min-host-memory-gib", type=above_zero, metavar="X", help=f"that must be free (default {least} a rank)")
     add("--need", type=Path, nargs="+", metavar="PATH", help="files and folders that must be there")
     add("--shared", type=Path, metavar="DIR", help="a folder of all nodes that must take files, and show them to all")
     add("--master-port", type=count, metavar="N", help="at which ranks will meet on the first node: must be free")
     for size, what in zip(SIZES, ("the heads", "the layers"), strict=True):
         add(size, type=count, metavar="N", help=f"processes that share {what}, as in training (default 1)")
     add("--slow-below", type=_part, metavar="X", help=f"of the median is a fault (default {SLOW_BELOW:g})")
-    add("--max-clock-skew-seconds", type=_above_zero, metavar="X", help=f"between nodes (default {CLOCK_SKEW:g})")
+    add("--max-clock-skew-seconds", type=above_zero, metavar="X", help=f"between nodes (default {CLOCK_SKEW:g})")
     add("--megabytes", type=count, metavar="N", help="of a message (default 256 on GPUs, 4 on CPUs)")
     limit = (
         f"for torch to load and for nvidia-smi (default {PROBE_SECONDS:g}, or a quarter of --timeout-seconds if less)"
     )
-    add("--probe-seconds", type=_above_zero, metavar="T", help=limit)
-    add("--timeout-seconds", type=_above_zero, metavar="T", help=f"for whatever ranks wait for (default {SECONDS:g})")
+    add("--probe-seconds", type=above_zero, metavar="T", help=limit)
+    add("--timeout-seconds", type=above_zero, metavar="T", help=f"for whatever ranks wait for (default {SECONDS:g})")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON; --local: in a folder as NODE.json")
     add("--local-rank", type=int, help=argparse.SUPPRESS)  # ranks are found by the environment
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
-    return value
-
-
 def _part(text: str) -> float:
-    value = _above_zero(text)
+    value = above_zero(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be below 1, a part of the median")
     return value

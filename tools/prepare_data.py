@@ -14,13 +14,12 @@ byte-order mark at the start of a file is dropped. Only \\n ends a line. Train w
 """
 
 import argparse
-import difflib
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from tqdm import tqdm
 
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.reporting import Output, run_program
+from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.data.corpora import Corpus, files_corpus, standard_library
 from megatron_allattn.data.manifest import Manifest
 from megatron_allattn.data.partial import DownloadError
@@ -112,24 +112,9 @@ WITHOUT_EFFECT = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """Flags of the command line; UsageError for unknown, repeated or ineffective ones."""
     parser = _parser()
-    given = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    for flag in given:
-        if flag not in known:
-            near = difflib.get_close_matches(flag, known, n=1)
-            raise usage_error("flag", flag, "is unknown", f"did you mean {near[0]}?" if near else "see --help")
-        if given.count(flag) > 1:
-            raise usage_error("flag", flag, "is given twice", "give it once (files together after one --input)")
     # "--split -1,1,0" is a bad value, not a further flag: joined, so that the value itself is refused
     words: list[str] = []
     for word in argv:
@@ -138,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         else:
             words.append(word)
     options = parser.parse_args(words)
-    _check_effects(options, given)
+    _check_effects(options, parser.given)
     if options.output_prefix is None and not options.download_only:
         raise usage_error("flag", "--output-prefix", "is missing", "add --output-prefix P, where to write the tokens")
     if options.output_prefix is not None and (options.output_prefix or "/").endswith(("/", "/.")):
@@ -146,10 +131,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="prepare_data.py", description=__doc__, epilog=PAPER, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
+def _parser() -> ToolParser:
+    parser = ToolParser("prepare_data.py", __doc__)
+    parser.epilog = PAPER
+    add: Any = parser.add_argument
     add("kind", choices=KINDS, help="what to make tokens of")
     add("--input", nargs="+", metavar="FILE", help="text files, a document each, in this order")
     add("--valid-input", nargs="+", metavar="FILE", help="validation text; then --input is training text, not split")
@@ -184,7 +169,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _check_effects(options: argparse.Namespace, given: list[str]) -> None:
+def _check_effects(options: argparse.Namespace, given: Collection[str]) -> None:
     """Refuse flags that would change nothing, and a missing one."""
     for flag, kinds in ONLY_WITH.items():
         if flag in given and options.kind not in kinds:

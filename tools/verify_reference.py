@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from megatron_allattn.config.reporting import run_program, tell_early_interrupts, without_interrupts
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_interrupts, without_interrupts
 
 if __name__ == "__main__":
     tell_early_interrupts()  # torch is loaded next
@@ -32,6 +32,7 @@ import torch.multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
@@ -69,47 +70,25 @@ KINDS = {".npz": Kind(read_case, through_plain), ".pt": Kind(read_recorded, veri
 ENGINES = {"plain": KINDS, "deepspeed": {".npz": Kind(read_case, through_deepspeed)}}
 
 
-class _Once(argparse.Action):
-    """A flag that may be given once."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        given = namespace.__dict__.setdefault("given", set())
-        if option_string in given:
-            parser.error(f"{option_string} is given twice")
-        given.add(option_string)
-        setattr(namespace, self.dest, values)
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see --help\n")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags of the command line; wrong ones end the program with one line and exit code 2."""
-    parser = _OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags of the command line. Raises UsageError."""
+    parser = ToolParser("verify_reference.py", __doc__)
     parser.add_argument("cases", nargs="+", type=Path, metavar="CASE", help=f"recorded cases ({', '.join(KINDS)})")
     help_text = "local processes (default 1)"
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", action=_Once, help=help_text)
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", action=_Once)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", action=_Once)
-    parser.add_argument("--engine", choices=tuple(ENGINES), default="plain", action=_Once)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help=help_text)
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="plain")
     parser.add_argument(
         "--attention-backend",
         choices=("eager", "blocked", "cached"),
         default="eager",
-        action=_Once,
         help="(default eager); cached keeps keys and values and cannot train: for .pt cases",
     )
     parser.add_argument(
         "--span-normalization",
         choices=("window", "span"),
         default="window",
-        action=_Once,
         help="window is what was recorded; span leaves its 1e-8 out, with limits that allow for it in most cases",
     )
     return parser.parse_args(argv)
@@ -197,9 +176,9 @@ def check_devices(size: int, device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    size = options.tensor_model_parallel_size
     try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        size = options.tensor_model_parallel_size
         check_devices(size, options.device)
         if options.engine == "deepspeed" and options.dtype == "float64":
             raise usage_error("--dtype", "float64", "DeepSpeed trains in float32 at most", "add --dtype float32")
@@ -209,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise usage_error("--attention-backend", "cached", rule, "give .pt cases, or another backend")
             read(path, size, options.engine, options.span_normalization)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     what = f"{options.dtype} on {options.device}, tensor-parallel size {size}, {options.engine} engine"
     print(f"{what}, {options.attention_backend} attention over the {options.span_normalization}", flush=True)
     dtype = getattr(torch, options.dtype)

@@ -9,8 +9,8 @@ that makes up for it (the paper: 24 of 36 layers).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_allattn.cluster.jobs.arguments import without_flag
 from megatron_allattn.config import ModelConfig, UsageError, usage_error
+from megatron_allattn.config.cli import without_flag
 from megatron_allattn.config.parameters import count_parameters
 
 BASE = "all-attn"
@@ -26,11 +26,6 @@ class Version:
     name: str
     vectors: int | None
     flags: tuple[str, ...]
-
-    @property
-    def is_variant(self) -> bool:
-        """Whether it is in the panel of variants."""
-        return self.name in VARIANTS
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from typing import Any
 
 from megatron_allattn.ablation.cells import Cell
 from megatron_allattn.checkpoint.files import read_json_lines
-from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME
+from megatron_allattn.checkpoint.run_folder import METRICS, read_outcome
 from megatron_allattn.config import UsageError
-from megatron_allattn.config.json_files import read_json_object
 
 KINDS = ("valid", "test")
 
@@ -66,18 +65,15 @@ CLAIMS = (
 """Section 5.3 of the paper."""
 
 
-def outcome_of(folder: Path) -> str | None:
-    """How a run has ended, None while it has not. Raises UsageError: its outcome.json is none."""
-    path = folder / OUTCOME
-    if not path.exists():
-        return None
-    outcome = read_json_object("file", path, "remove it").get("outcome")
-    return outcome if isinstance(outcome, str) else None
+def is_done(folder: Path) -> bool:
+    """Whether a run has reached its end. Raises UsageError: its outcome.json is none."""
+    outcome = read_outcome(folder)
+    return outcome is not None and outcome.how == "done"
 
 
 def read_result(cell: Cell, folder: Path) -> Result | None:
     """The result of a run that is done; None of one that is not. Raises UsageError: its records are not its metrics."""
-    if outcome_of(folder) != "done":
+    if not is_done(folder):
         return None
     values: dict[str, float] = {}
     unit = ""

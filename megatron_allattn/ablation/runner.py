@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_allattn.ablation.cells import Cell, with_flags
-from megatron_allattn.ablation.results import outcome_of
+from megatron_allattn.ablation.results import is_done
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain.py"
@@ -46,7 +46,7 @@ def run_cells(plan: Plan, cells: Sequence[Cell], say: Callable[[str], None]) -> 
     """
     failed = []
     for number, cell in enumerate(cells, start=1):
-        if outcome_of(plan.folder(cell)) == "done":
+        if is_done(plan.folder(cell)):
             continue
         began = time.monotonic()
         say(f"{number}/{len(cells)} {cell.name}: {plan.folder(cell).with_suffix('.log')} has what it prints")
@@ -55,7 +55,7 @@ def run_cells(plan: Plan, cells: Sequence[Cell], say: Callable[[str], None]) -> 
             raise SystemExit(USAGE)
         if code == STOPPED:
             raise Stopped
-        if code or outcome_of(plan.folder(cell)) != "done":
+        if code or not is_done(plan.folder(cell)):
             say(f"{number}/{len(cells)} {cell.name}: failed with exit code {code}")
             failed.append(cell.name)
         else:

@@ -31,9 +31,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import ModelConfig, UsageError, usage_error
-from megatron_allattn.kernels.fused import FusedOps
-from megatron_allattn.model.network import Network
-from megatron_allattn.parallel.groups import ALONE
+from megatron_allattn.model.network import logical_tensors
 
 WRAPPER = "module."
 _IN_LAYER = re.compile(r"layers\.([0-9]+)\.(attn|norm1|ff|norm2)\.")
@@ -118,9 +116,7 @@ def _layer_entries(config: ModelConfig) -> Iterator[Entry]:
 
 def logical_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """The shape of every logical tensor of the model."""
-    with torch.device("meta"):
-        network = Network(config, vocab_size, ALONE, FusedOps("torch"))
-    return {logical.name: logical.shape for logical, _ in network.logical_parameters()}
+    return {logical.name: logical.shape for logical in logical_tensors(config, vocab_size)}
 
 
 def mask_template(max_span: int) -> Tensor:

@@ -20,6 +20,7 @@ from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import made_whole, write_json_atomic
 from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
+from megatron_allattn.checkpoint.run_folder import CONFIG
 from megatron_allattn.checkpoint.save import MODEL_FIELDS, check_plausible, read_config, read_state
 from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
 from megatron_allattn.config import RunConfig, UsageError
@@ -112,7 +113,7 @@ def write_run(
             hashes |= write_files(step_folder, prefix, tensors.infos, partial(_read_finite, source, tensors))
         write_json_atomic(step_folder / "state.json", {"step": step, **state})
         folder.commit(step_folder, step, hashes=hashes)
-        write_json_atomic(temporary / "config.json", run.to_dict())
+        write_json_atomic(temporary / CONFIG, run.to_dict())
 
 
 def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:

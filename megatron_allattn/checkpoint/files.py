@@ -7,7 +7,6 @@ file or the new one. A JSON-lines file only grows, one write per line, so that a
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.config.checks import check_regular
+from megatron_allattn.config.disk import sha256_of, sync_folder
 from megatron_allattn.config.errors import UsageError, unreadable, usage_error
 from megatron_allattn.config.json_files import MAX_BYTES, parse_json
 
@@ -142,12 +142,6 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
 def describes_file(entry: dict[str, Any]) -> bool:
     """Whether an entry of a manifest has what `check_size` and `check_sha256` hold a file against."""
     return type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
@@ -175,27 +169,6 @@ def check_sha256(path: Path, expected: str) -> None:
 def num_bytes_under(folder: Path) -> int:
     """Of all files in a folder and the folders in it; links are not followed."""
     return sum((Path(place) / name).lstat().st_size for place, _, names in os.walk(folder) for name in names)
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file's bytes to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries (creations, renames, deletions) to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no fsync for folders: renames are synchronous
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def write_text_atomic(path: Path, text: str) -> None:

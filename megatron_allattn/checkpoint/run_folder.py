@@ -1,23 +1,64 @@
-"""A run folder from outside: whether it has saved, what is a part of it, and that it can be written.
+"""A run folder from outside: whether it has saved, how it has ended, what is a part of it, and that it can be written.
 
 RUN/checkpoints/step_00000100/            the steps (folder.py)
 RUN/latest                                the step that was saved last
+RUN/outcome.json                          how the run has ended
 """
 
 import errno
 import os
 import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
-from megatron_allattn.config.errors import Unreadable, UsageError, usage_error
+from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.config.errors import Unreadable, UsageError, unreadable, usage_error
+from megatron_allattn.config.json_files import read_json_object
 
 FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
-METRICS, OBSERVATIONS = "metrics.jsonl", "observations.jsonl"
+CONFIG, METRICS, OBSERVATIONS = "config.json", "metrics.jsonl", "observations.jsonl"
 OUTCOME = "outcome.json"
-"""How a run has ended, beside its checkpoints: training/main.py writes it."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 _LONGEST_NAME = 40  # characters that are read of a `latest`, which anybody may have written
+
+End = Literal["done", "stopped", "guard", "failed"]
+"""How a run ends that can tell: all steps done, on request, by its guard against what is not finite, by any error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run has ended. step: the last one done, None before it is known; reason: of any text, in any number of
+    lines."""
+
+    how: End
+    step: int | None
+    reason: str
+
+    def write(self, run_folder: Path) -> None:
+        """RUN/outcome.json. Raises StorageError."""
+        write_json_atomic(run_folder / OUTCOME, {"outcome": self.how, "step": self.step, "reason": self.reason})
+
+
+def read_outcome(run_folder: Path) -> Outcome | None:
+    """How a run has ended; None while it has not, or where it could not tell. Raises UsageError: the file cannot be
+    read, or is not what a run writes."""
+    path, fix = run_folder / OUTCOME, "move it away"
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise unreadable("file", path, error, fix) from None
+    found = read_json_object("file", path, fix)
+    how: Any = found.get("outcome")
+    step, reason = found.get("step"), found.get("reason")
+    if how not in get_args(End):
+        raise usage_error("file", path, f"has outcome {how!r:.40}, expected one of {', '.join(get_args(End))}", fix)
+    if not (isinstance(reason, str) and (step is None or type(step) is int)):
+        raise usage_error("file", path, "has no reason in words, or a step that is no integer", fix)
+    return Outcome(how=how, step=step, reason=reason)
 
 
 def step_name(step: int) -> str:

@@ -139,6 +139,21 @@ def parse_command(argv: Sequence[str]) -> Command:
     return Command(_with_zero_stage(config, explicit), explicit, rehearsal if rehearsal.dry_run else None)
 
 
+def without_flag(arguments: Sequence[str], name: str) -> list[str]:
+    """The arguments without the flag of this name and its value, in any spelling (`--load X`, `--load=X`)."""
+    kept, skip = [], False
+    for word in arguments:
+        if skip:
+            skip = False
+            continue
+        spelled, equals, _ = word.partition("=")
+        if spelled.lstrip("-").replace("_", "-") == name and spelled.startswith("--"):
+            skip = not equals
+            continue
+        kept.append(word)
+    return kept
+
+
 def _known_flags() -> dict[str, _Known]:
     """Every flag by its name without the dashes in front."""
     flags: dict[str, _Known] = {"recipe": _Known(section=RunConfig, field="recipe", switch=False)}

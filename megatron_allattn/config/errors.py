@@ -61,5 +61,9 @@ def flag(field: str) -> str:
 
 def one_line(text: str) -> str:
     """The text with line breaks as spaces and other characters a terminal could act on as escapes."""
-    joined = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """The text with every character that is not to be printed as an escape, line breaks too."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import TracebackType
@@ -34,8 +34,9 @@ ENDS_FOR_ANOTHER = "ALLATTN_ENDS_FOR_ANOTHER"
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def first_rank_guess(environ: Mapping[str, str] = os.environ) -> bool:
+def first_rank_guess() -> bool:
     """Whether this process is rank 0 as far as the environment tells (no MPI call, never an error)."""
+    environ = os.environ
     in_slurm_step = bool(environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID"))
     names = [*_RANK_VARIABLES, *(["SLURM_PROCID"] if in_slurm_step else [])]
     return next((environ[name] for name in names if environ.get(name)), "0") == "0"

@@ -1,8 +1,12 @@
-"""Flags of the tools that load a checkpoint and run as ranks of a launcher: tools/evaluate.py and tools/generate.py."""
+"""How the tools and launch/submit.py read their flags: strictly, told in one line, and beside those of pretrain.py.
+
+`add_rank_flags`, and what reads those, are of tools that load a checkpoint and run as ranks of a launcher.
+"""
 
 import argparse
 import difflib
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -16,11 +20,12 @@ Precision = Literal["float32", "bfloat16", "float64"]
 class ToolParser(argparse.ArgumentParser):
     """argparse with one-line errors, whose flags are given at most once and never abbreviated, with - or _.
 
-    repeatable: those that may be given more often.
+    repeatable: those that may be given more often. After `parse_args`, `given` has those that were given, with -.
     """
 
     def __init__(self, name: str, description: str | None, repeatable: Collection[str] = ()) -> None:
         self._repeatable = repeatable
+        self.given: set[str] = set()
         super().__init__(
             prog=name,
             description=description,
@@ -32,7 +37,7 @@ class ToolParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see --help")
 
     def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        words, given = [], set()
+        words, self.given = [], set()
         for word in argv:
             name, equals, value = word.partition("=")
             if word.startswith("--"):
@@ -40,9 +45,10 @@ class ToolParser(argparse.ArgumentParser):
                 if name not in self._option_string_actions:
                     near = difflib.get_close_matches(name, self._option_string_actions, n=1)
                     raise usage_error("flag", name, "is unknown", f"did you mean {near[0]}?" if near else "see --help")
-                if name in given and name not in self._repeatable:
-                    raise usage_error("flag", name, "is given twice", "give it once")
-                given.add(name)
+                if name in self.given and name not in self._repeatable:
+                    all_of_it = ", with all its values" if self._option_string_actions[name].nargs == "+" else ""
+                    raise usage_error("flag", name, "is given twice", f"give it once{all_of_it}")
+                self.given.add(name)
             words.append(name + equals + value)
         options = super().parse_args(words)
         for value in vars(options).values():
@@ -81,11 +87,34 @@ class ToolParser(argparse.ArgumentParser):
         add("--deepspeed", action="store_true", help=argparse.SUPPRESS)
 
 
-def count(text: str) -> int:
-    """A flag's positive integer."""
-    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1 to {LARGEST}")
-    return int(text)
+def integer(least: int, most: int = LARGEST) -> Callable[[str], int]:
+    """What reads a flag's integer from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def number(rule: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """What reads a flag's finite number. rule: which it may be, in words; fits: whether it is one of those."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a number {rule}")
+        return value
+
+    return read
+
+
+count = integer(1)
+above_zero = number("above 0", lambda value: value > 0)
 
 
 def precision_of(given: argparse.Namespace) -> Precision:

@@ -58,15 +58,15 @@ class Corpus:
     num_skipped: int = 0
 
 
-def files_corpus(inputs: Sequence[str | Path], flag: str = "--input", description: str = "text files") -> Corpus:
+def files_corpus(inputs: Sequence[str | Path], flag: str = "--input") -> Corpus:
     """Files, a document each, in the order given; each must be a readable regular file that is not empty.
 
-    `flag` names them in errors, `description` in the manifest.
+    `flag` names them in errors.
     """
     documents = tuple(Document(str(name), Path(name), flag) for name in inputs)
     for document in documents:
         _check_input(document.path, flag)
-    return Corpus(description, documents)
+    return Corpus("text files", documents)
 
 
 def _check_input(path: Path, flag: str) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from megatron_allattn import __version__
+from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import one_line, usage_error
-from megatron_allattn.data.partial import DownloadError, Origin, Part, locked_part, part_path, sha256_of
+from megatron_allattn.data.partial import DownloadError, Origin, Part, locked_part, part_path
 
 CHUNK_BYTES = 2**18
 ADVANCE_BYTES = 2**20  # a try that brought so much is no failed one

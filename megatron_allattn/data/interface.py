@@ -11,7 +11,7 @@ Text is UTF-8 and only \\n ends a line. The newline rule of a tokenizer is one o
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,11 @@ from megatron_allattn.data.pieces import Cutter
 
 Newline = Literal["eos", "symbol", "drop"]
 NEWLINES: tuple[Newline, ...] = ("eos", "symbol", "drop")
+
+
+def sha256_of_json(content: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of an object as JSON in canonical form: keys sorted, no space."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class Tokenizer(Protocol):
@@ -115,7 +120,7 @@ class Described:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return sha256_of_json(self.to_json())
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
         array = np.asarray(ids).reshape(-1)

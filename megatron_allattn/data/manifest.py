@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.json_files import MAX_TOKENIZER_BYTES, parse_json, read_bytes
+from megatron_allattn.data.interface import sha256_of_json
 from megatron_allattn.data.splits import SPLITS
 from megatron_allattn.data.tokenizers import Tokenizer, tokenizer_from_json
 
@@ -104,7 +105,7 @@ class Manifest:
             "files": {name: asdict(record) for name, record in self.files.items()},
             "inputs": [asdict(record) for record in self.inputs],
         }
-        return {**content, "sha256": _sha256(content)}
+        return {**content, "sha256": sha256_of_json(content)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], source: str) -> "Manifest":
@@ -128,7 +129,7 @@ class Manifest:
             made = cls(**fields)
         except (KeyError, TypeError) as error:
             raise usage_error("manifest", source, f"is damaged ({error})", again) from None
-        if stated != _sha256({name: value for name, value in content.items() if name != "sha256"}):
+        if stated != sha256_of_json({name: value for name, value in content.items() if name != "sha256"}):
             raise usage_error("manifest", source, "is not what was written (another SHA-256)", again)
         return made
 
@@ -139,11 +140,6 @@ class Manifest:
             file.write("{\n" + ",\n".join(lines) + "\n}\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _sha256(content: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of JSON in canonical form: keys sorted, no space."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(prefix: Path) -> Manifest | None:

@@ -6,7 +6,6 @@ notes, or with notes that cannot be read, count as none.
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
+from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import one_line, usage_error
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -149,12 +149,6 @@ def locked_part(target: Path, notify: Callable[[str], None]) -> Iterator[Part | 
 def part_path(target: Path) -> Path:
     """FILE.part of FILE."""
     return Path(f"{target}.part")
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open(path: Path) -> FileIO:

@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data.archives import ArchiveMember
 from megatron_allattn.data.corpora import Corpus
 from megatron_allattn.data.download import Notify, Progress, Remote, download, mirror_url
 from megatron_allattn.data.interface import Newline
 from megatron_allattn.data.manifest import Manifest
-from megatron_allattn.data.partial import sha256_of
 from megatron_allattn.data.prepare import Preparation
 from megatron_allattn.data.splits import SPLITS
 from megatron_allattn.data.tokenizers import ByteLearner, CharLearner, WordLearner

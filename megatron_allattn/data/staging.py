@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_allattn.config.disk import sync_folder
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.data.manifest import data_paths, manifest_path
 
@@ -63,10 +64,10 @@ def publish(folder: Path, prefix: Path) -> None:
                 os.replace(target, aside[target])
         for target in targets:
             if target == manifest:
-                _sync_folder(prefix.parent)
+                sync_folder(prefix.parent)
             placed.append(target)
             os.replace(folder / target.name, target)
-        _sync_folder(prefix.parent)
+        sync_folder(prefix.parent)
     except BaseException:
         for target in targets:
             with contextlib.suppress(OSError):  # the error that led here is the one to report
@@ -125,11 +126,3 @@ def _clear(folder: Path) -> None:
     for path in folder.glob("*"):
         if path.name != LOCK_NAME:
             path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,18 +23,13 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint.conversion import SavedRun, Tensors, write_run
 from megatron_allattn.checkpoint.described import Description
-from megatron_allattn.checkpoint.files import (
-    made_whole,
-    storage_errors,
-    sync_file,
-    write_json_atomic,
-    write_text_atomic,
-)
+from megatron_allattn.checkpoint.files import made_whole, storage_errors, write_json_atomic, write_text_atomic
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.save import check_weights
 from megatron_allattn.checkpoint.single_file import check_copy
 from megatron_allattn.checkpoint.tensors import TensorReader, cut, write_tensors
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
+from megatron_allattn.config.disk import sync_file
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
 from megatron_allattn.data.tokenizers import NullTokenizer, tokenizer_from_json
 from megatron_allattn.engine.caches import CacheSlot

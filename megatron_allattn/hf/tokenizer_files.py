@@ -9,7 +9,8 @@ OUT/sentencepiece.model      that, as SentencePiece itself reads it
 import base64
 from pathlib import Path
 
-from megatron_allattn.checkpoint.files import sync_file, write_json_atomic
+from megatron_allattn.checkpoint.files import write_json_atomic
+from megatron_allattn.config.disk import sync_file
 from megatron_allattn.config.json_files import MAX_TOKENIZER_BYTES, read_bytes, read_json_object
 from megatron_allattn.data.tokenizers import SentencePieceTokenizer, Tokenizer, tokenizer_from_json
 

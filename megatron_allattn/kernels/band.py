@@ -17,13 +17,16 @@ def tiling(length: int, longest: int = 64) -> tuple[int, int]:
     return count, -(-length // count)
 
 
-def columns_of(span: int, step: int = 16) -> int:
-    """S: the distances that are computed for a head that looks `span` far, a multiple of `step`.
+STEP = 16  # distances
+
+
+def columns_of(span: int) -> int:
+    """S: the distances that are computed for a head that looks `span` far, a multiple of STEP.
 
     Products then come in few shapes, whatever the heads have learned: for bfloat16 on a CPU, oneDNN compiles code for
     every shape it has not seen, and keeps a thousand of them.
     """
-    return -(-span // step) * step
+    return -(-span // STEP) * STEP
 
 
 def windows(memory: Tensor, tiles: int, tile: int, span: int) -> Tensor:

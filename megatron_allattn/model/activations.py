@@ -102,7 +102,7 @@ def _layer_parts(model: ModelConfig, shape: Shape, layer: Layer, backend: Backen
     if model.variant == "ff-attn":
         parts += [_memory(name, shape, 1, D, units, model.feed_forward_dropout, inner), _add_norm(name, shape, D)]
     elif model.variant == "transformer":
-        parts += [_feed_forward(name, shape, D, units, model.feed_forward_dropout, inner), _add_norm(name, shape, D)]
+        parts += [_feed_forward(name, shape, units, model.feed_forward_dropout, inner), _add_norm(name, shape, D)]
     return parts
 
 
@@ -176,7 +176,7 @@ def _memory(name: str, shape: Shape, heads: int, width: int, vectors: int, dropo
     return Part(f"{name} memory", softmaxes + linear, max(around.entry, forward), backward, 0)
 
 
-def _feed_forward(name: str, shape: Shape, width: int, units: int, dropout: float, around: _Around) -> Part:
+def _feed_forward(name: str, shape: Shape, units: int, dropout: float, around: _Around) -> Part:
     """U·ReLU(V x + b) + c; the result of ReLU is kept, dropped or not."""
     size = shape.tokens * units
     kept = size + (size + shape.mask(size) if dropout else 0) + around.kept
@@ -224,3 +224,9 @@ def vocabulary_tables(model: ModelConfig, vocab_size: int, ranks: int) -> list[t
         (padded_share(stop - start, ranks), model.hidden_size // model.adaptive_div_value**k)
         for k, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
+
+
+def check_cluster_tokens(cluster_tokens: Sequence[int], num_clusters: int, tokens: int) -> None:
+    """Raises ValueError: they are not how many of `tokens` are in each cluster."""
+    if len(cluster_tokens) != num_clusters or sum(cluster_tokens) != tokens:
+        raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {num_clusters} clusters share {tokens} tokens")

@@ -100,9 +100,8 @@ def step_parts(
         parts += activations.layer_parts(model, shape, layer, backend, recompute)
     tied = 0
     if network.part.last:
-        if model.cutoffs and (len(cluster_tokens) != len(tables) or sum(cluster_tokens) != shape.tokens):
-            known = f"{len(tables)} clusters share {shape.tokens} targets"
-            raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {known}")
+        if model.cutoffs:
+            activations.check_cluster_tokens(cluster_tokens, len(tables), shape.tokens)
         assert network.output is not None
         tokens = [shape.tokens, *cluster_tokens[1:]]  # every target takes part in the first softmax
         logits = [(count, *table) for count, table in zip(tokens, tables, strict=True)]

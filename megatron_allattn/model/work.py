@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from megatron_allattn.config import ModelConfig, Recompute
 from megatron_allattn.kernels.band import columns_of, tiling
-from megatron_allattn.model.activations import vocabulary_tables
+from megatron_allattn.model.activations import check_cluster_tokens, vocabulary_tables
 from megatron_allattn.model.span import window_of_reach
 
 
@@ -136,12 +136,12 @@ def usual_cluster_tokens(config: ModelConfig, vocab_size: int, tokens: int) -> l
     return [stop - start for start, stop in itertools.pairwise(upper)]
 
 
-def _product(forward: int, training: bool, backward: int = 2, executed: int | None = None) -> Work:
-    """A product that autograd sees: as many products again in backward as it has factors that need a gradient.
+def _product(forward: int, training: bool, executed: int | None = None) -> Work:
+    """A product that autograd sees: both factors need a gradient, so there are two more in backward.
 
     executed: its size in fact, where that differs.
     """
-    times = 1 + backward * training
+    times = 1 + 2 * training
     return Work(forward * times, (forward if executed is None else executed) * times)
 
 
@@ -201,8 +201,7 @@ def _vocabulary(
     tables, D = vocabulary_tables(config, vocab_size, 1), config.hidden_size
     if not config.cutoffs:
         return {"output": _product(2 * tokens * D * vocab_size, training)}
-    if len(cluster_tokens) != len(tables) or sum(cluster_tokens) != tokens:
-        raise ValueError(f"cluster_tokens {list(cluster_tokens)}: {len(tables)} clusters share {tokens} tokens")
+    check_cluster_tokens(cluster_tokens, len(tables), tokens)
     clusters = list(zip(cluster_tokens, tables, strict=True))
     embedding = sum(2 * count * D * width for count, (_, width) in clusters)
     met = [(tokens, tables[0]), *clusters[1:]]  # every token takes part in the first softmax

@@ -31,6 +31,7 @@ from megatron_allattn.parallel.collectives import PeerFailed
 from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+LOOPBACK = "127.0.0.1"
 MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
 PORTS = range(12_000, 32_000)  # below those that Linux gives to any connection that comes first
 
@@ -65,19 +66,19 @@ def discover(environ: Mapping[str, str] = os.environ) -> RankInfo:
         world_size=1,
         local_rank=0,
         local_world_size=1,
-        master_addr="127.0.0.1",
+        master_addr=LOOPBACK,
         master_port=free_port(),
         source="single",
     )
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A TCP port of PORTS that nothing on this machine uses right now. Raises LaunchError: none was found."""
     for port in random.SystemRandom().sample(PORTS, 1000):
         with suppress(OSError), socket.socket() as probe:
-            probe.bind((host, port))
+            probe.bind((LOOPBACK, port))
             return port
-    raise LaunchError(f"{host}: no free port from {PORTS[0]} to {PORTS[-1]} was found; set MASTER_PORT to one")
+    raise LaunchError(f"{LOOPBACK}: no free port from {PORTS[0]} to {PORTS[-1]} was found; set MASTER_PORT to one")
 
 
 def select_device(info: RankInfo) -> torch.device:
@@ -199,7 +200,7 @@ def _from_environment(environ: Mapping[str, str]) -> RankInfo:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=_integer(environ, size_name, world_size),
-        master_addr=environ.get("MASTER_ADDR") or "127.0.0.1",
+        master_addr=environ.get("MASTER_ADDR") or LOOPBACK,
         master_port=_integer(environ, "MASTER_PORT", free_port() if alone else None),
         source="environment",
     )
@@ -222,7 +223,7 @@ def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> Ran
             "use the mpirun of the MPI that mpi4py loads"
         )
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if host.Get_size() == world_size else _own_address())
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if host.Get_size() == world_size else _own_address())
     port = _integer(environ, "MASTER_PORT", free_port())
     # mpirun does not end the other ranks when the first one fails after MPI.Finalize: they have to hear of it here.
     in_use = _in_use(port) if rank == 0 else False
@@ -327,7 +328,7 @@ def _own_address() -> str:
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        address = "127.0.0.1"
+        address = LOOPBACK
     if address.startswith("127."):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

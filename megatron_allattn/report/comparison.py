@@ -11,15 +11,15 @@ import numpy as np
 
 from megatron_allattn.report import facts
 from megatron_allattn.report.figures import UNITS
-from megatron_allattn.report.heads import QUANTITIES, SPANS, Quantity, draw_heads, plain_bar, scale
+from megatron_allattn.report.heads import QUANTITIES, SPANS, Quantity, draw_heads, plain_bar
 from megatron_allattn.report.metrics import Curve
 from megatron_allattn.report.run import Run, from_nats
 from megatron_allattn.report.style import (
     DASHES,
     INK,
     SERIES,
-    SIZE,
     Picture,
+    blank_figure,
     in_short,
     label,
     legend,
@@ -114,9 +114,8 @@ def _side_by_side(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
         return None
     rows = -(-len(shown) // _BESIDE)
     figure, grid = _grid(rows, min(len(shown), _BESIDE), max(len(values) for _, values in shown))
-    sizes = [run.config.model.persistent_memory_size for run, _ in shown]
-    top = float(max(sizes) or 1) if quantity.unit == "vectors" else quantity.top
-    norm = scale(np.concatenate([values.ravel() for _, values in shown]), top)
+    largest = max(run.config.model.persistent_memory_size for run, _ in shown)
+    norm = quantity.scale_of(np.concatenate([values.ravel() for _, values in shown]), largest)
     told = []
     for axes, (run, values) in zip(grid, shown, strict=False):
         image = draw_heads(axes, values, norm, numbers=False)
@@ -125,24 +124,13 @@ def _side_by_side(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
     plain_bar(figure.colorbar(image, ax=grid, pad=0.02), quantity.unit)
-    means = f"On average: {', '.join(told)}."
-    return Picture(
-        name=quantity.field,
-        title=quantity.title,
-        alt=f"{quantity.title} in {len(shown)} runs, layers × heads side by side. {means}",
-        caption=f"{quantity.caption} {means}",
-        figure=figure,
-    )
+    shown_of = f" in {len(shown)} runs, layers × heads side by side"
+    return quantity.picture(figure, shown_of, f"On average: {', '.join(told)}.")
 
 
 def _grid(rows: int, columns: int, layers: int) -> tuple[Any, list[Any]]:
     """A figure with axes in rows and columns."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (optional)
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    height = 0.9 + rows * (2.1 + 0.06 * max(0, layers - 12))
-    figure = Figure(figsize=(SIZE[0], height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(0.9 + rows * (2.1 + 0.06 * max(0, layers - 12)))
     found = list(figure.subplots(rows, columns, squeeze=False).ravel())
     for axes in found:
         axes.tick_params(colors=INK, labelsize=8.5)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS
+from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, End
 from megatron_allattn.config.model import ModelConfig
 from megatron_allattn.config.parameters import Parameters, count_parameters
 from megatron_allattn.config.recipes import in_words
@@ -13,7 +13,7 @@ from megatron_allattn.report.metrics import MOST_EVENTS, Curve, Event
 from megatron_allattn.report.run import Run
 from megatron_allattn.report.style import in_short
 
-OUTCOMES = {
+OUTCOMES: dict[End, str] = {
     "done": "done",
     "stopped": "stopped on request",
     "guard": "stopped by its guard",
@@ -24,7 +24,7 @@ UNKNOWN = "not known"
 
 def state_of(run: Run) -> str:
     """How it stands, in a word or two."""
-    return OUTCOMES.get(run.outcome.how, run.outcome.how) if run.outcome else "no outcome yet"
+    return OUTCOMES[run.outcome.how] if run.outcome else "no outcome yet"
 
 
 def best(run: Run) -> str:

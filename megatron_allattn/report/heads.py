@@ -44,6 +44,21 @@ class Quantity:
     caption: str
     top: float | None = None
 
+    def scale_of(self, values: np.ndarray, vectors: int) -> Any:
+        """The scale of these values, to an end that means something by itself where there is one: `top`, or all N
+        vectors of a head."""
+        return scale(values, float(vectors or 1) if self.unit == "vectors" else self.top)
+
+    def picture(self, figure: Any, shown: str, found: str) -> Picture:
+        """shown: what the cells are of, after the title; found: a sentence with its numbers."""
+        return Picture(
+            name=self.field,
+            title=self.title,
+            alt=f"{self.title}{shown}. {found}",
+            caption=f"{self.caption} {found}",
+            figure=figure,
+        )
+
 
 SPANS = Quantity(
     field="spans",
@@ -88,24 +103,14 @@ def heads_picture(run: Run, quantity: Quantity) -> Picture | None:
     if newest is None or values is None:
         return None
     figure, (axes,) = new_figure(height=_height(len(values)))
-    image = draw_heads(axes, values, scale(values, _top(run, quantity)))
-    bar = figure.colorbar(image, ax=axes, pad=0.02)
-    plain_bar(bar, quantity.unit)
+    size = run.config.model.persistent_memory_size
+    image = draw_heads(axes, values, quantity.scale_of(values, size))
+    plain_bar(figure.colorbar(image, ax=axes, pad=0.02), quantity.unit)
     known = values[np.isfinite(values)]
     extent = f"from {known.min():.4g} to {known.max():.4g}, {known.mean():.4g} on average" if len(known) else "unknown"
-    of = f" of {run.config.model.persistent_memory_size}" if quantity.unit == "vectors" else ""
-    return Picture(
-        name=quantity.field,
-        title=quantity.title,
-        alt=f"{quantity.title}: {len(values)} layers × {values.shape[1]} heads at step {newest.step:,}, {extent}{of}.",
-        caption=f"{quantity.caption} At step {newest.step:,}: {extent}{of}.",
-        figure=figure,
-    )
-
-
-def _top(run: Run, quantity: Quantity) -> float | None:
-    """The end of a scale that means something by itself: 1, or all N vectors of a head."""
-    return float(run.config.model.persistent_memory_size or 1) if quantity.unit == "vectors" else quantity.top
+    of = f" of {size}" if quantity.unit == "vectors" else ""
+    shown = f": {len(values)} layers × {values.shape[1]} heads"
+    return quantity.picture(figure, shown, f"At step {newest.step:,}: {extent}{of}.")
 
 
 def _height(layers: int) -> float:

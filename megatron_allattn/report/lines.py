@@ -27,10 +27,7 @@ class Line:
 
     @property
     def kind(self) -> str:
-        kind = self.record.get("kind")
-        if not isinstance(kind, str):
-            raise self.error(f"has kind {kind!r:.40}, expected a text")
-        return kind
+        return self.text("kind")
 
     @property
     def step(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_allattn.checkpoint.folder import find_latest
-from megatron_allattn.checkpoint.run_folder import OUTCOME
+from megatron_allattn.checkpoint.run_folder import CONFIG, Outcome, read_outcome
 from megatron_allattn.config import RECIPES, RunConfig
 from megatron_allattn.config.errors import UsageError, one_line, usage_error
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object
@@ -16,17 +16,6 @@ from megatron_allattn.config.parameters import Parameters, count_parameters
 from megatron_allattn.config.recipes import Recipe
 from megatron_allattn.report.metrics import Metrics, read_metrics
 from megatron_allattn.report.observations import Observations, read_observations
-
-_CONFIG = "config.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How the run has ended. how: done, stopped, guard or failed; step: None where none was done."""
-
-    how: str
-    step: int | None
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,30 +71,19 @@ def from_nats(loss: Any, unit: str) -> Any:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder, of a run in any state. Raises UsageError naming the file that is none of a run."""
-    if not (folder / _CONFIG).exists():
-        what = f"has no {_CONFIG}" if folder.is_dir() else "is no folder"
+    if not (folder / CONFIG).exists():
+        what = f"has no {CONFIG}" if folder.is_dir() else "is no folder"
         raise usage_error("run folder", folder, what, "name the --save folder of a run")
-    config = read_json_object("file", folder / _CONFIG, "name the --save folder of a run")
+    config = read_json_object("file", folder / CONFIG, "name the --save folder of a run")
     return Run(
         name=one_line(folder.resolve().name) or "run",
         folder=folder,
         config=RunConfig.from_dict(config),
         metrics=read_metrics(folder),
         observations=read_observations(folder),
-        outcome=_outcome(folder / OUTCOME),
+        outcome=read_outcome(folder),
         vocab_size=_vocab_size(folder),
     )
-
-
-def _outcome(path: Path) -> Outcome | None:
-    if not path.exists():
-        return None
-    fix = "move it away"
-    found = read_json_object("file", path, fix)
-    how, step, reason = (found.get(name) for name in ("outcome", "step", "reason"))
-    if not (isinstance(how, str) and isinstance(reason, str) and (step is None or type(step) is int)):
-        raise usage_error("file", path, "says nothing of an outcome, a step and a reason", fix)
-    return Outcome(how=how, step=step, reason=reason)
 
 
 def _vocab_size(folder: Path) -> int | None:

@@ -46,13 +46,19 @@ class Mark:
     points: bool = False
 
 
-def new_figure(rows: int = 1, height: float = SIZE[1]) -> tuple[Any, list[Any]]:
-    """A figure with axes above each other that share the steps."""
+def blank_figure(height: float) -> Any:
+    """A figure without axes, as wide as all are."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (optional)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(SIZE[0], height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def new_figure(rows: int = 1, height: float = SIZE[1]) -> tuple[Any, list[Any]]:
+    """A figure with axes above each other that share the steps."""
+    figure = blank_figure(height)
     found = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
     for axes in found:
         _plain(axes)
@@ -76,13 +82,13 @@ def label(axes: Any, *, x: str | None = None, y: str | None = None) -> None:
         axes.set_ylabel(y, fontsize=11, color=INK)
 
 
-def step_axis(axes: Any, text: str = "step") -> None:
+def step_axis(axes: Any) -> None:
     """Whole numbers, in short: 500k, 1.5M."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator  # noqa: PLC0415
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(value)))
-    label(axes, x=text)
+    label(axes, x="step")
 
 
 def value_axis(axes: Any, *, log: bool = False) -> None:

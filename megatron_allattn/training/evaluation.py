@@ -11,7 +11,7 @@ import torch
 
 from megatron_allattn.data.indexed import Tokens
 from megatron_allattn.data.streams import evaluation_blocks, num_evaluation_blocks
-from megatron_allattn.engine.interface import Engine
+from megatron_allattn.engine.interface import Engine, Spans
 from megatron_allattn.model.attention import Observe
 from megatron_allattn.parallel.collectives import all_reduce
 
@@ -29,20 +29,20 @@ class Evaluation:
 def evaluate(
     engine: Engine,
     tokens: Tokens,
+    spans: Spans,
     max_blocks: int,
     given_up: Callable[[], bool] = lambda: False,
     observe: Observe | None = None,
 ) -> Evaluation | None:
     """Mean loss over at most `max_blocks` blocks of every stream (0: all whole ones). Collective.
 
-    given_up: asked before every block, on all ranks; None once it says so. observe: is shown the attention of the last
-    OBSERVED blocks of the batch with the first global stream, at every layout the same tokens.
+    spans: those of now. given_up: asked before every block, on all ranks; None once it says so. observe: is shown the
+    attention of the last OBSERVED blocks of the batch with the first global stream, at every layout the same tokens.
     """
     training = engine.run.training
     num_streams, seq_length, batch = training.global_batch_size, training.seq_length, engine.micro_batch_size
     whole = num_evaluation_blocks(len(tokens), num_streams, seq_length)
     count = min(max_blocks, whole) if max_blocks else whole
-    spans = engine.spans()
     slots = [engine.new_evaluation_slot(batch) for _ in range(engine.num_slots)]
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     blocks = evaluation_blocks(tokens, num_streams, seq_length, count, streams=engine.streams)

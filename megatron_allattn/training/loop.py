@@ -196,13 +196,13 @@ def _evaluate(session: Session, console: Console, kind: str, tokens: Tokens) -> 
         return None
     # One rank's number for all: they must never disagree about what follows from it.
     with session.watch.section("in the evaluation", session.run.parallel.evaluation_timeout_minutes):
-        use = HeadUse() if kind == "valid" else None
-        found = evaluate(session.engine, tokens, training.eval_iters, session.agree_to_stop, use)
+        use, spans = HeadUse() if kind == "valid" else None, session.engine.spans()
+        found = evaluate(session.engine, tokens, spans, training.eval_iters, session.agree_to_stop, use)
         result = broadcast_object(found, session.engine.groups.world)
         if result is None:
             return None
         if use is not None:
-            for record in observe_evaluation(session.engine, session.engine.spans(), use, session.step):
+            for record in observe_evaluation(session.engine, spans, use, session.step):
                 session.observations.write(record)
     unit = per_unit(result.loss, session.dataset.tokenizer.unit)
     session.metrics.write({"kind": kind, "step": session.step, "loss": result.loss, **unit, "tokens": result.tokens})

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_allattn.checkpoint.files import StorageError, storage_errors, write_json_atomic
+from megatron_allattn.checkpoint.files import StorageError, storage_errors
 from megatron_allattn.checkpoint.lock import RunLock
-from megatron_allattn.checkpoint.run_folder import OUTCOME, check_outside
+from megatron_allattn.checkpoint.run_folder import OUTCOME, End, Outcome, check_outside
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.errors import as_mistake
 from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
@@ -106,7 +106,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
     session = lock = None
     watch.heed(60 * run.checkpoint.stop_deadline_minutes)
     own = run.checkpoint.save if groups.rank == 0 else None
-    outcome = _Outcome(own if run.checkpoint.goes_on else None)
+    outcome = _LastWords(own if run.checkpoint.goes_on else None)
     try:
         with watch.section("in the start-up", run.parallel.startup_timeout_minutes):
             lock = agree(lambda: _take(own) if own is not None else None, groups.world, exit_code)
@@ -180,7 +180,7 @@ def _says_all(error: BaseException) -> bool:
     return isinstance(error, UsageError | StorageError | Drift | NotFinite | discovery.LaunchError | KeyboardInterrupt)
 
 
-class _Outcome:
+class _LastWords:
     """outcome.json in the run folder, by the first rank: batch scripts decide by it.
 
     folder: of a run that goes on, whose outcome is told from the start; another one's only once it is known that it
@@ -206,12 +206,11 @@ class _Outcome:
     def write_failure(self, ending: Ending) -> None:
         self.write("guard" if ending.exit_code == NotFinite.exit_code else "failed", ending.message)
 
-    def write(self, outcome: str, reason: str) -> None:
-        """step: the last one done, null before it is known."""
+    def write(self, how: End, reason: str) -> None:
         if self._folder is None:
             return
         step = None if self._session is None else self._session.step
         try:
-            write_json_atomic(self._folder / OUTCOME, {"outcome": outcome, "step": step, "reason": reason})
+            Outcome(how=how, step=step, reason=reason).write(self._folder)
         except StorageError as error:
             print(f"warning: {OUTCOME}: {error}", file=sys.stderr, flush=True)

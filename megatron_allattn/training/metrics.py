@@ -14,11 +14,11 @@ from megatron_allattn.checkpoint.files import (
     append_json_line,
     read_json_lines,
     storage_errors,
-    sync_file,
     write_json_lines_atomic,
 )
 from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config import usage_error
+from megatron_allattn.config.disk import sync_file
 from megatron_allattn.training.mirror import Mirror, Record
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.run_folder import FOLDER, LATEST, METRICS, prepare_run_folder
+from megatron_allattn.checkpoint.run_folder import CONFIG, FOLDER, LATEST, METRICS, prepare_run_folder
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.training.pace import PACE
 
@@ -29,7 +29,7 @@ def prepare_own_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
     if run_folder is None:
         return []
     prepare_run_folder(run_folder)
-    write_json_atomic(run_folder / "config.json", run.to_dict())
+    write_json_atomic(run_folder / CONFIG, run.to_dict())
     if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):
         return []
     return folder.set_aside_after(run_folder, step_folder)

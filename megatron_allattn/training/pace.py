@@ -34,9 +34,7 @@ def longest_step(run_folder: Path) -> float | None:
         return None
     for one in steps:
         if type(one.get("tokens")) is not int or not isinstance(one.get("tokens_per_second"), int | float | None):
-            raise UsageError(
-                f"{run_folder / 'metrics.jsonl'}: step {one.get('step')!r:.40} lacks its tokens or its speed"
-            )
+            raise UsageError(f"{run_folder / METRICS}: step {one.get('step')!r:.40} lacks its tokens or its speed")
     tokens = steps[-1]["tokens"] - steps[-2]["tokens"]
     rates = [one["tokens_per_second"] for one in steps[-100 * _KEPT :]]
     return max((tokens / rate for rate in rates if rate), default=None)

@@ -13,17 +13,14 @@ from typing import Literal
 
 from megatron_allattn.checkpoint.lock import NAME as LOCK
 from megatron_allattn.checkpoint.lock import is_held
-from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME
+from megatron_allattn.checkpoint.run_folder import CONFIG, METRICS, OUTCOME, End, Outcome, read_outcome
 from megatron_allattn.config.durations import clock
-from megatron_allattn.config.errors import UsageError, one_line
-from megatron_allattn.config.json_files import read_json_object
+from megatron_allattn.config.errors import one_line
 
-CONFIG = "config.json"
 QUIET_SECONDS = 60.0
 """Without a record, after which it is told how long ago the last one was, and the lock is looked at."""
 
-How = Literal["starting", "running", "quiet", "gone", "done", "stopped", "guard", "failed"]
-_ENDS: dict[str, How] = {"done": "done", "stopped": "stopped", "guard": "guard", "failed": "failed"}
+How = Literal["starting", "running", "quiet", "gone"] | End
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ def is_run(folder: Path) -> bool:
 
 def standing(folder: Path) -> Standing:
     """How the run of this folder stands now. Raises UsageError: its outcome.json cannot be read."""
-    if (end := _ended(folder)) is not None:
-        return end
+    if (outcome := read_outcome(folder)) is not None:
+        return _ended(outcome)
     try:
         age, what = time.time() - os.stat(folder / METRICS).st_mtime, "record"
     except FileNotFoundError:
@@ -57,17 +54,10 @@ def standing(folder: Path) -> Standing:
     return Standing("gone", f"{minutes} and no lock held: it has ended without a word (killed?), or runs out of reach")
 
 
-def _ended(folder: Path) -> Standing | None:
-    if not (folder / OUTCOME).exists():
-        return None
-    found = read_json_object("file", folder / OUTCOME, "remove it, or name another run")
-    told, step, reason = (found.get(name) for name in ("outcome", "step", "reason"))
-    how = _ENDS.get(told) if isinstance(told, str) else None
-    if how is None:
-        raise UsageError(f"file {folder / OUTCOME}: has outcome {told!r:.40}, expected one of {', '.join(_ENDS)}")
-    at = f" at step {step:,}" if type(step) is int else ""
-    words = {"guard": "ended by its guard"}.get(how, how)
-    return Standing(how, f"{words}{at}: {one_line(str(reason))}")
+def _ended(outcome: Outcome) -> Standing:
+    at = "" if outcome.step is None else f" at step {outcome.step:,}"
+    words = "ended by its guard" if outcome.how == "guard" else outcome.how
+    return Standing(outcome.how, f"{words}{at}: {one_line(outcome.reason)}")
 
 
 def _age_of_config(folder: Path) -> float:

@@ -3,11 +3,11 @@
 import time
 from pathlib import Path
 
-from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS
+from megatron_allattn.checkpoint.run_folder import CONFIG, METRICS, OBSERVATIONS
 from megatron_allattn.config import RunConfig, UsageError
 from megatron_allattn.config.json_files import read_json_object
 from megatron_allattn.watching.progress import Progress
-from megatron_allattn.watching.standing import CONFIG, Standing, standing
+from megatron_allattn.watching.standing import Standing, standing
 from megatron_allattn.watching.tail import Tail
 
 STANDING_SECONDS = 2.0  # between two looks at the outcome and the lock

@@ -1,26 +1,43 @@
 """Which runs an ablation has: the paper's own sizes by its own numbers, and models that pretrain.py takes."""
 
+import re
+import runpy
+import shlex
 from dataclasses import replace
 
 import pytest
 
 from megatron_allattn.ablation.cells import VARIANTS, cells, check_seeds, sizes_of, variants_of, versions, with_flags
-from megatron_allattn.config import RECIPES, ModelConfig, UsageError, parse
+from megatron_allattn.config import RECIPES, ModelConfig, UsageError, check_world, parse
 from megatron_allattn.config.parameters import count_parameters
+from megatron_allattn.config.recipes.ablations import ABLATIONS
+from tests.support.template import ROOT
 
 SMALL = ModelConfig(num_layers=6, hidden_size=48, num_attention_heads=4, persistent_memory_size=64)
 VOCABULARY = 28
 
 
 def test_the_papers_figure() -> None:
-    """Of its large model on text8: 24 layers of 3,584 are those with 114M parameters (config/recipes/ablations.py)."""
-    model = RECIPES["text8-large"]().model
-    found = {one.name: one for one in versions(model, VARIANTS, (0, 1024, 2048, 4096))}
-    assert list(found) == [*VARIANTS, "n0", "n1024", "n4096"]
-    assert [one.vectors for one in found.values()] == [2048, None, None, None, None, 0, 1024, 4096]
-    for name, recipe in (("ff-attn", "ff-attn-3584"), ("n0", "n0"), ("head-split", "head-split"), ("n4096", "n4096")):
-        flags = with_flags(["--recipe", "text8-large"], found[name].flags)
-        assert parse(flags)[0].model == RECIPES[f"text8-large-{recipe}"]().model, name
+    """Of its large model on text8, by the page's command: every recipe of it but FF-attn of fewer parameters (24 layers
+    of 3,584 are those with 114M; config/recipes/ablations.py)."""
+    page = (ROOT / "docs" / "ablation.md").read_text()
+    (command,) = re.findall(r"^    python tools/ablation\.py (.*--recipe text8-large .*)$", page, re.M)
+    parser = runpy.run_path(str(ROOT / "tools" / "ablation.py"))["_parser"]()
+    own, others = parser.split(shlex.split(command))
+    options = parser.parse_args(own)
+    base = parse(others)[0]
+    found = {one.name: one for one in versions(base.model, variants_of(options.variants), sizes_of(options.sizes))}
+    assert list(found) == [*VARIANTS, "n0", "n128", "n256", "n512", "n1024", "n4096"]
+    assert [one.vectors for one in found.values()] == [2048, None, None, None, None, 0, 128, 256, 512, 1024, 4096]
+    assert (options.sbatch, options.seeds) == (True, 1) and f"\n    sbatch --array=0-{len(found) - 1}%4 " in page
+    recipes = {"text8-large": "all-attn", "text8-large-ff-attn-3584": "ff-attn"}
+    for recipe in ("text8-large", *(one.name for one in ABLATIONS if one.name != "text8-large-ff-attn")):
+        name = recipes.get(recipe, recipe.removeprefix("text8-large-"))
+        run = parse(with_flags(others, found.pop(name).flags))[0]
+        same = RECIPES[recipe]()
+        assert (run.model, run.optimizer, run.data) == (same.model, same.optimizer, same.data), name
+        check_world(run, options.nodes * options.gpus_per_node)
+    assert not found
 
 
 @pytest.mark.parametrize("model", [SMALL, replace(SMALL, persistent_memory_size=200, hidden_size=32)])

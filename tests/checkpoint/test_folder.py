@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_allattn.checkpoint.files import sha256_of, write_json_atomic
+from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import (
     Damaged,
     abort,
@@ -25,6 +25,7 @@ from megatron_allattn.checkpoint.folder import (
 )
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import check_outside, has_saved, prepare_run_folder, run_around
+from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import UsageError, unreadable
 from megatron_allattn.config.json_files import read_bytes
 from tests.support.checkpoints import read_tensors, write_tensors_to

@@ -128,7 +128,9 @@ def test_a_part_of_a_run_names_the_run(run: Path, part: str) -> None:
         (["nowhere"], "nowhere: neither a run folder nor a step folder"),
         ([ROOT / "setup.py"], "neither a run folder nor a step folder"),
         (["--diff", "a", "b", "--json"], "--diff A B: --json has no effect"),
-        (["nowhere", "--yaml"], "unrecognized arguments: --yaml"),
+        (["nowhere", "--yaml"], "flag --yaml: is unknown; see --help"),
+        (["nowhere", "--ver"], "flag --ver: is unknown; did you mean --verify?"),
+        (["nowhere", "--json", "--json"], "flag --json: is given twice; give it once"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[object], message: str):

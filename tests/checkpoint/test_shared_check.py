@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_allattn.checkpoint import folder, shared_check
-from megatron_allattn.checkpoint.files import sha256_of
 from megatron_allattn.checkpoint.shared_check import with_shared_check
+from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.parallel.groups import Group
 from tests.support.checkpoints import write_tensors_to

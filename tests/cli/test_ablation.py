@@ -127,7 +127,7 @@ def test_an_array_has_an_element_for_every_run(tool: Tool, tmp_path: Path, argum
     path = tmp_path / "out/array.sbatch"
     assert code == 0 and output.startswith(f"wrote {path}: sbatch {path}, an array of 6;")
     text = path.read_text()
-    for line in ("--array=0-5", "--gpus-per-node=4", "--time=2:00:00", "--job-name=ablation"):
+    for line in ("--array=0-5", "--gpus-per-node=4", "--time=2:00:00", "--job-name=ablation", "--output=%x-%A-%a.out"):
         assert text.count(f"\n#SBATCH {line}\n") == 1
     assert subprocess.run(["bash", "-n", str(path)], check=True).returncode == 0
     chosen = text[text.index("case $SLURM_ARRAY_TASK_ID") : text.index("esac") + 4]

@@ -319,10 +319,10 @@ def continued(text: np.ndarray, *, with_state: bool) -> dict[int, float]:
         ((*TO, "--load", "run", "--output", "a.pt", "x.pt"), "--to adaptive-span: FILE has no effect"),
         ((*FROM, "a.pt", "--load", "run", "--output", "b"), "--from adaptive-span: --load RUN has no effect"),
         (("--from", "tensorflow", "a.pt", "--output", "run"), "argument --from: invalid choice: 'tensorflow'"),
-        ((*FROM, "a.pt", "--output", "run", "--data-path", "P"), "unrecognized arguments: --data-path"),
+        ((*FROM, "a.pt", "--output", "run", "--data-path", "P"), "flag --data-path: is unknown; "),
         (
             (*FROM, "a.pt", "--output", "run", "--span-ramp", "8", "--span-ramp", "9"),
-            "--span-ramp: given twice (first as --span-ramp); give it once",
+            "flag --span-ramp: is given twice; give it once",
         ),
         (
             (*FROM, "a.pt", "--output", "run", "--span-ramp", "x"),

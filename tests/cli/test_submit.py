@@ -106,8 +106,9 @@ def test_the_cookbooks_commands() -> None:
     """Those of docs/cookbook/slurm.md, for the job that it speaks of."""
     commands = re.findall(r"^    python launch/submit\.py (.*)$", PAGE, re.M)
     assert len(commands) == 2 and commands[1] == f"{commands[0]} --submit"
-    own, others = SUBMIT["split"](shlex.split(commands[1]))
-    options, _ = SUBMIT["options_of"](SUBMIT["_parser"]().parse_args(own), submitted(others))
+    parser = SUBMIT["_parser"]()
+    own, others = parser.split(shlex.split(commands[1]))
+    options, _ = SUBMIT["options_of"](parser.parse_args(own), submitted(others))
     assert (options.nodes, options.gpus_per_node, options.time) == (8, 8, "24:00:00")
     assert others == ["--recipe", "enwik8-large", "--save", "runs/enwik8-large"]
     by_hand = re.search(r"`sbatch launch/pretrain\.sbatch (.*?)`", PAGE, re.S)

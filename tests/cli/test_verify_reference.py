@@ -153,7 +153,7 @@ def test_a_case_that_differs_is_exit_code_1(tmp_path: Path, answer) -> None:
             "argument --tensor-model-parallel-size: invalid int",
         ),
         ([case("no_span"), "--dtype", "bfloat16"], "argument --dtype: invalid choice: 'bfloat16'"),
-        ([case("no_span"), "--dtype", "float32", "--dtype", "float64"], "--dtype is given twice; see --help"),
+        ([case("no_span"), "--dtype", "float32", "--dtype", "float64"], "flag --dtype: is given twice; give it once"),
         (
             [case("no_span"), "--attention-backend", "cached"],
             f"--attention-backend cached: keeps keys and values of fixed weights, and {case('no_span')} is a training",
@@ -166,10 +166,10 @@ def test_a_case_that_differs_is_exit_code_1(tmp_path: Path, answer) -> None:
         ([case("no_span"), "--attention-backend", "fast"], "argument --attention-backend: invalid choice: 'fast'"),
         (
             [case("no_span"), "--attention-backend", "eager", "--attention-backend", "blocked"],
-            "--attention-backend is given twice; see --help",
+            "flag --attention-backend: is given twice; give it once",
         ),
         ([case("no_span"), "--span-normalization", "no"], "argument --span-normalization: invalid choice: 'no'"),
-        ([case("no_span"), "--dtyp", "float32"], "unrecognized arguments: --dtyp float32; see --help"),
+        ([case("no_span"), "--dtyp", "float32"], "flag --dtyp: is unknown; did you mean --dtype?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[object], message: str, answer) -> None:

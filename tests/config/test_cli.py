@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.config import RECIPES, DryRunConfig, RunConfig, UsageError, parse, parse_command
+from megatron_allattn.config.cli import without_flag
 
 
 def test_no_flags_give_the_defaults() -> None:
@@ -174,3 +175,9 @@ def test_flags_of_a_dry_run_are_no_part_of_the_run() -> None:
     assert parse_command(flags).dry_run is None
     with pytest.raises(UsageError, match=r"^--dry-run: only pretrain\.py itself checks a job; leave it out here$"):
         parse(["--dry-run", "--world-size", "8"])
+
+
+def test_without_flag() -> None:
+    words = ["--load", "a", "--bf16", "--load=b", "--load_fallback", "--save", "--load x"]
+    assert without_flag(words, "load") == ["--bf16", "--load_fallback", "--save", "--load x"]
+    assert without_flag(words, "load-fallback") == ["--load", "a", "--bf16", "--load=b", "--load x"]

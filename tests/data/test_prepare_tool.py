@@ -165,7 +165,10 @@ def test_a_compact_vocabulary_serves_other_text(
         ("byte --input a.txt --output-prefix P --split 98,1,1", "leaves none of 5 tokens to valid"),
         ("byte --inptu a.txt --output-prefix P", "did you mean --input?"),
         ("byte --in a.txt --output-prefix P", "--in: is unknown"),
-        ("byte --input a.txt --input a.txt --output-prefix P", "--input: is given twice"),
+        (
+            "byte --input a.txt --input a.txt --output-prefix P",
+            "--input: is given twice; give it once, with all its values",
+        ),
         ("byte --input a.txt --output-prefix P --tokenizer-model v.json", "v.json: cannot be read"),
         (
             "byte --input a.txt --output-prefix P --tokenizer-model v.json --compact-vocabulary",

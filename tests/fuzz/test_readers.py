@@ -23,6 +23,7 @@ from megatron_allattn.checkpoint.compare import not_finite, pieces, places
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header, read_header
 from megatron_allattn.checkpoint.inspect import inspect
+from megatron_allattn.checkpoint.run_folder import Outcome, read_outcome
 from megatron_allattn.checkpoint.tensors import DTYPE_NAMES, TensorReader
 from megatron_allattn.cluster.nodes.checks import Check, table
 from megatron_allattn.cluster.nodes.compare import judge, read_reports
@@ -243,6 +244,22 @@ def test_manifest_of_other_bytes(tmp_path: Path, count: int) -> None:
         folder.verify(step)
 
     fuzz(bytes_near((step / folder.MANIFEST).read_bytes()), read, count)
+
+
+@count_of_inputs
+def test_outcome(tmp_path: Path, count: int) -> None:
+    Outcome(how="guard", step=7, reason="5 steps in a row").write(tmp_path)
+    path = tmp_path / "outcome.json"
+    valid = json.loads(path.read_text())
+
+    def read(content: Any) -> None:
+        path.write_text(json.dumps(content))
+        found = read_outcome(tmp_path)
+        assert found is not None and found.how in ("done", "stopped", "guard", "failed")
+        assert found.step is None or type(found.step) is int
+
+    read(valid)
+    fuzz(json_near(valid), read, count)
 
 
 @pytest.fixture(scope="module")

@@ -214,5 +214,5 @@ def test_the_peak_is_the_highest_phase_and_hits_must_fit() -> None:
     pipeline = replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2))
     with pytest.raises(UsageError, match="--pipeline-model-parallel-size 2: the plain engine has no pipeline"):
         step_phases(pipeline, 267_735, 2, [256] * 3, [400, 50, 50, 12])
-    with pytest.raises(ValueError, match=r"cluster_tokens \[400, 50\]: 4 clusters share 512 targets"):
+    with pytest.raises(ValueError, match=r"cluster_tokens \[400, 50\]: 4 clusters share 512 tokens"):
         peak_step_bytes(run, 267_735, 2, [256] * 3, [400, 50])

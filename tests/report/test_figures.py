@@ -95,6 +95,7 @@ def test_cells_are_layers_by_heads_of_the_newest_evaluation(known: Run) -> None:
         "largest_vector": (cells + 2) / 10,
         "dead_vectors": cells,
     }
+    ends = {}
     for quantity in (heads.SPANS, *heads.QUANTITIES):
         picture = heads.heads_picture(known, quantity)
         assert picture is not None
@@ -104,8 +105,11 @@ def test_cells_are_layers_by_heads_of_the_newest_evaluation(known: Run) -> None:
         written = {tuple(map(int, text.get_position())): float(text.get_text()) for text in axes.texts}
         assert written == {(h, y): pytest.approx(expected[quantity.field][y, h]) for y in range(3) for h in range(2)}
         assert axes.get_ylim()[0] < axes.get_ylim()[1]  # the first layer is at the bottom
-    top = {quantity.field: heads._top(known, quantity) for quantity in heads.QUANTITIES}
-    assert top == {"persistent_share": 1, "largest_vector": 1, "effective_vectors": 8, "dead_vectors": 8}
+        ends[quantity.field] = image.norm.vmax
+        assert picture.title in picture.alt and ": 3 layers × 2 heads. At step 60: from " in picture.alt
+        assert picture.alt.split(". ", 1)[1] == picture.caption.removeprefix(f"{quantity.caption} ")
+    assert ends.pop("spans") == expected["spans"].max()  # those that have no end of their own end with the largest
+    assert ends == {"persistent_share": 1, "largest_vector": 1, "effective_vectors": 8, "dead_vectors": 8}
 
 
 def test_spans_over_time(known: Run) -> None:
@@ -182,6 +186,9 @@ def test_runs_over_each_other_and_side_by_side(tmp_path: Path, known: Run) -> No
     for axes in shown:
         np.testing.assert_array_equal(axes.images[0].get_array(), spans_at(60))
     assert len({axes.images[0].norm.vmax for axes in shown}) == 1
+    means = "On average: known 70.5, third 70.5."  # 60 + (0 + 1 + 10 + 11 + 20 + 21) / 6
+    assert pictures["spans"].alt == f"Span of every head in 2 runs, layers × heads side by side. {means}"
+    assert pictures["spans"].caption.endswith(f". {means}")
 
 
 def test_runs_of_different_units_are_in_nats(tmp_path: Path, known: Run) -> None:

@@ -190,7 +190,7 @@ def test_a_folder_that_is_not_there_and_a_wrong_outcome(tmp_path: Path) -> None:
         read_run(tmp_path / "nothing")
     folder = run_folder(tmp_path / "run")
     (folder / "outcome.json").write_text(json.dumps({"outcome": 3}))
-    with pytest.raises(UsageError, match="says nothing of an outcome, a step and a reason"):
+    with pytest.raises(UsageError, match="has outcome 3, expected one of done"):
         read_run(folder)
 
 

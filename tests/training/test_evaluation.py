@@ -28,7 +28,7 @@ def evaluated(rank: int, world_size: int, case: Case, bias: np.ndarray | None, b
         zeros = {name: torch.zeros(shape) for name, shape in names.items()}
         zeros[output] = torch.from_numpy(bias).float()
         engine.load(zeros.__getitem__)
-    found = evaluate(engine, TOKENS, blocks)
+    found = evaluate(engine, TOKENS, engine.spans(), blocks)
     after = {name: cache for name, cache in engine.caches() if cache is not None}
     assert before.keys() == after.keys()
     assert all(torch.equal(cache, after[name]) for name, cache in before.items())

@@ -1,7 +1,9 @@
 """What a report shows besides metrics: persistent vectors against loops in float64, and at several layouts."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from megatron_allattn.kernels.interface import AttentionSettings, BlockState, LayerWeights
+from megatron_allattn.training import loop
 from megatron_allattn.training.evaluation import evaluate
 from megatron_allattn.training.observations import POSITIONS, HeadUse, Use, observe_evaluation
 from tests.support.attention_problems import answer, make
@@ -76,10 +79,10 @@ def test_use_against_loops(normalization: str, case: dict[str, Any]) -> None:
 def observed(rank: int, world_size: int, case: Case) -> tuple[float, float, list[dict[str, Any]]]:
     """The loss without and with somebody who looks, and what is seen."""
     engine = build(case, VOCABULARY)
-    plain, use = evaluate(engine, TOKENS, 0), HeadUse()
-    found = evaluate(engine, TOKENS, 0, observe=use)
+    use, spans = HeadUse(), engine.spans()
+    plain, found = evaluate(engine, TOKENS, spans, 0), evaluate(engine, TOKENS, spans, 0, observe=use)
     assert plain is not None and found is not None
-    return plain.loss, found.loss, observe_evaluation(engine, engine.spans(), use, 30)
+    return plain.loss, found.loss, observe_evaluation(engine, spans, use, 30)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
@@ -94,3 +97,28 @@ def test_observations_depend_on_no_layout_and_change_nothing(pools: WorkerPools,
         assert (heads["kind"], heads["step"], heads.keys()) == ("heads", 30, alone.keys())
         for name in heads.keys() - {"kind", "step"}:
             assert heads[name] == [pytest.approx(row, rel=1e-4) for row in alone[name]], name
+
+
+def asked(rank: int, world_size: int, kind: str) -> tuple[int, list[str]]:
+    """How often an evaluation in training asks for the spans, and what it records."""
+    engine, times, records = build(Case(spread=True), VOCABULARY), [], []
+    spans = engine.spans
+    engine.spans = lambda: times.append(1) or spans()
+    session = SimpleNamespace(
+        run=engine.run,
+        engine=engine,
+        step=30,
+        agree_to_stop=lambda: False,
+        describe_loss=str,
+        dataset=SimpleNamespace(tokenizer=SimpleNamespace(unit="byte")),
+        watch=SimpleNamespace(section=lambda *_: nullcontext()),
+        metrics=SimpleNamespace(write=lambda record: records.append(record["kind"])),
+        observations=SimpleNamespace(write=lambda record: records.append(record["kind"])),
+    )
+    loop._evaluate(session, SimpleNamespace(say=lambda line: None), kind, TOKENS)
+    return len(times), records
+
+
+@pytest.mark.parametrize(("kind", "records"), [("valid", ["heads", "memory", "valid"]), ("test", ["test"])])
+def test_the_spans_are_gathered_once(pools: WorkerPools, kind: str, records: list[str]) -> None:
+    assert pools(1).run(asked, kind) == [(1, records)]

@@ -73,7 +73,8 @@ def test_it_learns(variant: str, adaptive_span: bool, shared: Path, record_prope
         block = streams.next_block(engine.streams)
         lr = learning_rate(run.optimizer, STEPS, step)
         losses.append(engine.train_step(block.inputs, block.targets, step, lr, engine.spans()).loss)
-    bits = [float(np.mean(losses[-50:])) / math.log(2), evaluate(engine, valid, 0).loss / math.log(2)]
+    found = evaluate(engine, valid, engine.spans(), 0)
+    bits = [float(np.mean(losses[-50:])) / math.log(2), found.loss / math.log(2)]
     label = f"{variant}, {'adaptive' if adaptive_span else 'fixed'} span"
     record_property("variant", (label, count_parameters(network).total, STEPS, *bits, entropy))
     assert max(bits) < entropy, f"{label}: {bits} bits per character, single characters have {entropy:.4f}"

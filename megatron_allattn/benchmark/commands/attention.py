@@ -15,7 +15,7 @@ from megatron_allattn.benchmark.machine import DTYPES, describe
 from megatron_allattn.benchmark.profiles import SpanProfile
 from megatron_allattn.benchmark.shapes import Shape
 from megatron_allattn.config.checks import check_output
-from megatron_allattn.config.errors import usage_error
+from megatron_allattn.config.errors import flag, usage_error
 from megatron_allattn.model.backends import backend_of
 
 SWEEP_LAYERS = 4
@@ -74,11 +74,12 @@ def _check_plot(options: argparse.Namespace) -> None:
 def _complete_sweep(options: argparse.Namespace) -> None:
     """The defaults of a sweep's sizes. Raises UsageError: one is given, and there is no sweep that has it."""
     for name, default in SWEEP.items():
-        given, flag = getattr(options, name), "--" + name.replace("_", "-")
+        given = getattr(options, name)
         used = options.sweep and (name != "mean_span" or "max-span" in options.sweep)
         if given is not None and not used:
             kinds = "max-span" if name == "mean_span" else "mean-span max-span"
-            raise usage_error(flag, given, "has no effect without its sweep", f"add --sweep {kinds} or leave it out")
+            fix = f"add --sweep {kinds} or leave it out"
+            raise usage_error(flag(name), given, "has no effect without its sweep", fix)
         setattr(options, name, default if given is None else given)
 
 

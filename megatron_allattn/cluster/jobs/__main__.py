@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.lock import RunLock
-from megatron_allattn.checkpoint.run_folder import METRICS, OUTCOME, has_saved, unwritable
+from megatron_allattn.checkpoint.run_folder import FOLDER, METRICS, OUTCOME, has_saved, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table
@@ -179,7 +179,7 @@ def _wait_for_lock(run_folder: Path, seconds: float) -> UsageError | None:
 
 def _set_aside(run_folder: Path, life: Path) -> None:
     """What a life that started from another run has left without a checkpoint: pretrain.py would take it for a run."""
-    for name in (METRICS, "checkpoints"):
+    for name in (METRICS, FOLDER):
         if (run_folder / name).exists():
             os.rename(run_folder / name, life / name)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_allattn.checkpoint.run_folder import has_saved
 from megatron_allattn.config import RunConfig, parse, usage_error
+from megatron_allattn.config.cli import without_flag
 
 REQUEUE_SECONDS = 30.0
 """What a batch script gets, once its ranks have ended, to have the job requeued before its time is up."""
@@ -59,18 +60,3 @@ def submitted(arguments: Sequence[str]) -> Submitted:
         rule = "srun cannot write the ranks' output below such a name"
         raise usage_error("--save", text, rule, "choose one without backslashes and control characters")
     return Submitted(arguments=tuple(arguments), run=run, explicit=explicit)
-
-
-def without_flag(arguments: Sequence[str], name: str) -> list[str]:
-    """The arguments without a flag and its value, in any spelling (`--load X`, `--load=X`)."""
-    kept, skip = [], False
-    for word in arguments:
-        if skip:
-            skip = False
-            continue
-        spelled, equals, _ = word.partition("=")
-        if spelled.lstrip("-").replace("_", "-") == name and spelled.startswith("--"):
-            skip = not equals
-            continue
-        kept.append(word)
-    return kept

@@ -8,12 +8,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_allattn.checkpoint.run_folder import OUTCOME
+from megatron_allattn.checkpoint.run_folder import Outcome, read_outcome
 from megatron_allattn.cluster.jobs.lives import How, Job
 from megatron_allattn.config.errors import UsageError, one_line
-from megatron_allattn.config.json_files import read_json_object
 
 SRUN = "srun.log"
 MISTAKE = 2  # exit code of a rank
@@ -54,8 +52,8 @@ def how_it_ended(run_folder: Path, life: Path, asked: str, job: Job) -> tuple[Ho
     asked: the signal that its batch script was sent, empty if none; job: as SLURM sees it now.
     """
     outcome, end = _outcome(run_folder), first_end(life / SRUN)
-    kind, step = (None, None) if outcome is None else (outcome["outcome"], outcome["step"])
-    said = last_error(life) if outcome is None else one_line(str(outcome["reason"]))
+    kind, step = (None, None) if outcome is None else (outcome.how, outcome.step)
+    said = last_error(life) if outcome is None else one_line(outcome.reason)
     if kind == "done":
         return "done", said
     if kind == "guard":
@@ -99,13 +97,12 @@ def last_lines(life: Path, most: int = 20) -> list[str]:
     return []
 
 
-def _outcome(run_folder: Path) -> dict[str, Any] | None:
-    """outcome.json, None where there is none or it is torn."""
+def _outcome(run_folder: Path) -> Outcome | None:
+    """outcome.json, None where there is none or it is torn: then the life is judged by what else it has left."""
     try:
-        found = read_json_object("file", run_folder / OUTCOME, "remove it")
+        return read_outcome(run_folder)
     except UsageError:
         return None
-    return found if {"outcome", "step", "reason"} <= found.keys() else None
 
 
 def _logs(life: Path) -> Iterable[Path]:

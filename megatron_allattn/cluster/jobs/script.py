@@ -123,9 +123,9 @@ def job_text(arguments: Sequence[str], options: JobOptions) -> str:
 
 
 def array_text(elements: Sequence[Sequence[str]], options: JobOptions) -> str:
-    """The same for an array of jobs: with the arguments of each of its elements."""
+    """The same for an array of jobs: with the arguments of each of its elements, an output file for each."""
     assert elements
-    text = job_text([], options)
+    text = job_text([], options).replace("%x-%j.out", "%x-%A-%a.out")
     cases = (
         f'{place}) arguments=({" ".join(map(shlex.quote, words))} "$@") ;;' for place, words in enumerate(elements)
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_allattn.cluster.nodes.names import shown
+from megatron_allattn.config.errors import printable
 
 Status = Literal["ok", "fault", "unchecked"]
 WIDTH = 56  # of a column of the table, in characters
@@ -53,12 +54,12 @@ def table(checks: Sequence[Check], num_nodes: int) -> str:
     for (mark, name, found, asked), nodes in same.items():
         everywhere = len(nodes) == num_nodes and num_nodes > 1
         rows.append((mark, name, f"all {num_nodes}" if everywhere else shown(nodes), found, asked))
-    shown_rows = [tuple(_printable(cell) for cell in row) for row in rows]
+    shown_rows = [tuple(printable(cell) for cell in row) for row in rows]
     widths = [min(WIDTH, max(len(row[column]) for row in shown_rows)) for column in range(len(rows[0]))]
     lines = [line for row in shown_rows for line in _lines(row, widths)]
     faults = [check for check in checks if check.status == "fault"]
     if faults:
-        lines += ["", *(_printable(f"fault: {check.told()}") for check in faults)]
+        lines += ["", *(printable(f"fault: {check.told()}") for check in faults)]
     return "\n".join([*lines, "", verdict(checks)])
 
 
@@ -69,7 +70,7 @@ def verdict(checks: Sequence[Check]) -> str:
     if not faults:
         return f"go ({unchecked} not checked)" if unchecked else "go"
     nodes = list(dict.fromkeys(check.node for check in faults))
-    return f"no-go: {len(faults)} fault{'s' * (len(faults) > 1)} on {_printable(shown(nodes))}"
+    return f"no-go: {len(faults)} fault{'s' * (len(faults) > 1)} on {printable(shown(nodes))}"
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -81,7 +82,3 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
         "  ".join(cell[line].ljust(width) for cell, width in zip(padded, widths, strict=True)).rstrip()
         for line in range(height)
     ]
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -10,8 +10,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_allattn.checkpoint.files import sync_folder
 from megatron_allattn.cluster.nodes.checks import Check
+from megatron_allattn.config.disk import sync_folder
 
 NAME = "shared folder"
 PREFIX = ".preflight-"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_allattn.cluster.planning.plan import Candidate
+from megatron_allattn.config.cli import without_flag
 from megatron_allattn.config.ds_config import load_deepspeed_json
 
 DEEPSPEED, COMMAND = "deepspeed.json", "command.sh"
@@ -15,17 +16,7 @@ def arguments_of(given: Sequence[str], chosen: Sequence[str], folder: Path) -> l
     """Of pretrain.py: those that the user gave, those that the plan chose, and the DeepSpeed JSON in `folder`."""
     own = any(word.replace("_", "-").startswith("--deepspeed-config") for word in given)
     file = [] if own else ["--deepspeed-config", str(folder / DEEPSPEED)]
-    return [*given, *_without_stage(chosen), *file]
-
-
-def _without_stage(words: Sequence[str]) -> list[str]:
-    """The stage is in the JSON."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and word != "--zero-stage":
-            kept.append(word)
-        skip = word == "--zero-stage"
-    return kept
+    return [*given, *without_flag(chosen, "zero-stage"), *file]  # the stage is in the JSON
 
 
 def write_deepspeed(candidate: Candidate, world_size: int, folder: Path) -> Path:

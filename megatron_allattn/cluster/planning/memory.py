@@ -58,7 +58,6 @@ def rank_memory(
     look_back: Sequence[Sequence[int]],
     device: Device,
     *,
-    cluster_tokens: Sequence[int] = (),
     parts: Sequence[Part] | None = None,
 ) -> RankMemory:
     """What `rank` of `world_size` needs on `device` to train this run, which `check_world` accepts, with DeepSpeed.
@@ -69,36 +68,34 @@ def rank_memory(
     Args:
         look_back: how far every head that attends to the context looks, by layer (`look_back` of model/span.py), such
             as `first_reach` of model/partition.py.
-        cluster_tokens: with an adaptive softmax, how many of a micro-batch's targets are in each cluster; by default
-            as many as usually are.
         parts: what every stage of a pipeline holds, by default as a new run deals the layers.
 
     Raises UsageError for what cannot be predicted, with the reason.
     """
     place = place_of(run, vocab_size, world_size, rank, parts)
-    return max(memory_phases(place, look_back, device, cluster_tokens), key=lambda phase: phase.total)
+    return max(memory_phases(place, look_back, device), key=lambda phase: phase.total)
 
 
 def memory_phases(
     place: Place,
     look_back: Sequence[Sequence[int]],
     device: Device,
-    cluster_tokens: Sequence[int] = (),
     states: States | None = None,
 ) -> list[RankMemory]:
-    """Every phase of a step in order; the arguments are those of `rank_memory`. states: of `states_of`, if known."""
+    """Every phase of a step in order; the arguments are those of `rank_memory`. states: of `states_of`, if known.
+
+    With an adaptive softmax as many targets are in each cluster as usually are.
+    """
     run, states, element = place.run, states or states_of(place), place.element
     model, layout = run.model, place.layout
     shape = _shape(place)
     windows = [window_of_reach(max(layer), model.max_attention_span) for layer in look_back]
     shared = run.parallel.shard_caches and place.shards > 1
     own = [_local(look_back[layer], place) for layer in place.part.layers]
-    backend, model_tokens = backend_on(run, device), list(cluster_tokens)
-    if model.cutoffs and not model_tokens:
-        model_tokens = usual_cluster_tokens(model, place.vocab_size, shape.tokens)
+    backend, targets = backend_on(run, device), usual_cluster_tokens(model, place.vocab_size, shape.tokens)
     layers = layers_of(place.network, windows, own, shared=shared)
     flight = flight_of(layout.pipeline_rank(place.rank), layout.pipeline_size, place.slots, shape, model.hidden_size)
-    parts = step_parts(place.network, run, shape, layers, backend, model_tokens)
+    parts = step_parts(place.network, run, shape, layers, backend, targets)
     caches = 2 * cache_bytes_of(place, windows)
     scratch = _scratch(place, shape, own, windows, backend, device)
     found = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.checkpoint.folder import begin, commit
-from megatron_allattn.cluster.jobs.arguments import submitted, without_flag
+from megatron_allattn.cluster.jobs.arguments import submitted
 from megatron_allattn.config import UsageError, parse
 
 
@@ -50,9 +50,3 @@ def test_mistakes_are_told_before_anything_is_queued(words: list[str], message: 
     with pytest.raises(UsageError) as error:
         submitted(words)
     assert message in str(error.value)
-
-
-def test_without_flag() -> None:
-    words = ["--load", "a", "--bf16", "--load=b", "--load_fallback", "--save", "--load x"]
-    assert without_flag(words, "load") == ["--bf16", "--load_fallback", "--save", "--load x"]
-    assert without_flag(words, "load-fallback") == ["--load", "a", "--bf16", "--load=b", "--load x"]

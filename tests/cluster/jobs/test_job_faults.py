@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_allattn.cluster.jobs.script import JobOptions
+from megatron_allattn.config.cli import without_flag
 from megatron_allattn.parallel.nodelist import expand_nodes
 from tests.support import stand_in
 from tests.support.commands import ROOT, records, run_ranks
@@ -241,14 +242,15 @@ def test_the_restart_cap(scene: Scene) -> None:
 
 @only("stand-in")
 def test_elements_of_an_array_live_by_themselves(scene: Scene) -> None:
-    """launch/ablation.sbatch: the element that is asked to stop is requeued, alone; the last has the array's number."""
-    (scene.folder / "data").mkdir()
-    (scene.folder / "data/text8.json").touch()
-    variables = {"ALLATTN_ROOT": str(ROOT), "PYTHON": scene.python, "MICRO_BATCH": "1"}
-    options = ("--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2")
-    words = ("sbatch", "--parsable", *options, str(ROOT / "launch/ablation.sbatch"), "--train-iters", "150")
+    """By tools/ablation.py: the element that is asked to stop is requeued, alone; the last has the array's number."""
+    output = scene.folder / "ablation"
+    own = ("--output", str(output), "--variants", "attn-split", "--seeds", "1", "--gpus-per-node", "1", "--sbatch")
+    flags = without_flag(scene.flags("--train-iters", "150"), "save")  # each element has its own
+    scene.cluster.run(sys.executable, str(ROOT / "tools/ablation.py"), *own, *flags, folder=scene.folder)
+    variables = {"PYTHON": scene.python, "HEALTH_SECONDS": str(PATIENCE)}
+    words = ("sbatch", "--parsable", "--cpus-per-task=2", str(output / "array.sbatch"))
     array = scene.cluster.run(*words, folder=scene.folder, variables=variables)
-    runs = [scene.folder / "runs/ablation" / name for name in ("text8-large", "text8-large-attn-split")]
+    runs = [output / name for name in ("all-attn-seed1", "attn-split-seed1")]
     jobs = [Submission(scene, f"{array}_{place}", run) for place, run in enumerate(runs)]
     for job in jobs:
         job.until_step(5)

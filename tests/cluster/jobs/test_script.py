@@ -11,11 +11,10 @@ from megatron_allattn.cluster.jobs.arguments import submitted
 from megatron_allattn.cluster.jobs.margin import DEFAULT
 from megatron_allattn.cluster.jobs.script import JobOptions, job_text, seconds, write_job
 from megatron_allattn.config import RECIPES, UsageError, check_world, load_deepspeed_json, parse
-from megatron_allattn.config.recipes.ablations import ABLATIONS
 from tests.support.commands import ROOT
 
 LAUNCH = ROOT / "launch"
-SHIPPED = [LAUNCH / "pretrain.sbatch", LAUNCH / "ablation.sbatch", *sorted((LAUNCH / "recipes").glob("*.sbatch"))]
+SHIPPED = [LAUNCH / "pretrain.sbatch", *sorted((LAUNCH / "recipes").glob("*.sbatch"))]
 EIGHT = JobOptions(nodes=8, gpus_per_node=8)
 
 
@@ -137,7 +136,7 @@ def check_divides(path: Path, arguments: list[str]) -> str:
     return run.recipe
 
 
-@pytest.mark.parametrize("path", SHIPPED[2:], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED[1:], ids=lambda path: path.stem)
 def test_recipes_parse_and_divide(path: Path, tmp_path: Path) -> None:
     arguments = submitted_by(path, tmp_path, "--seed", "7")
     assert check_divides(path, arguments) == path.stem
@@ -148,19 +147,6 @@ def test_recipes_parse_and_divide(path: Path, tmp_path: Path) -> None:
     assert f"#   python tools/prepare_data.py {prepare} --output-prefix {data}\n" in text
     millions = RECIPES[path.stem].paper_millions
     assert millions is None or f"({millions}M parameters)" in text
-
-
-def test_every_element_of_the_ablation_is_a_recipe_of_it(tmp_path: Path) -> None:
-    path = LAUNCH / "ablation.sbatch"
-    array = re.fullmatch(r"0-(\d+)%\d+", options_of(path.read_text())["array"])
-    assert array is not None
-    runs = [submitted_by(path, tmp_path, SLURM_ARRAY_TASK_ID=str(index)) for index in range(int(array[1]) + 1)]
-    names = [check_divides(path, arguments) for arguments in runs]
-    assert names[0] == "text8-large" and sorted(names[1:]) == sorted(recipe.name for recipe in ABLATIONS)
-    assert len({str(parse(arguments)[0].checkpoint.save) for arguments in runs}) == len(runs)
-    env = {"PATH": "/usr/bin:/bin", "SLURM_ARRAY_TASK_ID": "12", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: --array 12: there are elements 0 to 11\n")
 
 
 def test_the_comments_commands_are_right() -> None:
