@@ -1,6 +1,12 @@
 #!/usr/bin/env python3
-"""`hostfile.py {deepspeed,openmpi,mpich,torchrun,count} FILE`: a hostfile, read strictly, for a launcher; `slurm` for
-FILE makes one of the nodes of this allocation (megatron_allattn/cluster/nodes/hostfile.py)."""
+"""A hostfile, read strictly, for deepspeed, openmpi, mpich or torchrun. Exit code 0: it is one, 2: it is not.
+
+    python launch/hostfile.py count hosts              # how many ranks in all, or file, line and text of what is wrong
+    python launch/hostfile.py mpich hosts
+    python launch/hostfile.py deepspeed slurm          # the nodes of this allocation, from SLURM's variables
+
+The scripts beside this file call it (megatron_allattn/cluster/nodes/hostfile.py).
+"""
 
 import sys
 from pathlib import Path
@@ -10,4 +16,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 from megatron_allattn.cluster.nodes.hostfile import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(about=__doc__))

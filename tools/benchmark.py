@@ -1,6 +1,7 @@
 """Speed and memory on this machine, as ratios measured in one run.
 
-    python tools/benchmark.py attention [--sweep mean-span max-span --plot cost.svg] [--check]
+    python tools/benchmark.py attention                   # --check: that every backend computes the same
+    python tools/benchmark.py attention --sweep mean-span max-span --plot cost.svg
     python tools/benchmark.py layer                       # beside other layers of as many parameters
     python tools/benchmark.py step --recipe enwik8-small --micro-batch-size 2 --span-profile facts --json step.json
     python tools/benchmark.py generate

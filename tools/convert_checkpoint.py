@@ -1,7 +1,8 @@
 """Convert checkpoints of other programs to run folders of this one, and back. Exit code 0: done, 2: wrong usage.
 
-    python tools/convert_checkpoint.py --from adaptive-span checkpoint.pt --output RUN --vocabulary vocabulary.json
-    python tools/convert_checkpoint.py --to adaptive-span --load RUN --output checkpoint.pt
+    python tools/convert_checkpoint.py --from adaptive-span checkpoint.pt --output runs/converted
+    python tools/convert_checkpoint.py --to adaptive-span --load runs/converted --output back.pt
+    python tools/convert_checkpoint.py --to huggingface --load runs/books --output books-hf
 
 Formats:
     adaptive-span   a .pt file of the paper's published code: weights, optimizer state and step. That code knows

@@ -1,6 +1,6 @@
 """Score a split exactly and print its evaluation card. Exit code 0: done, 2: wrong usage, 1: anything else.
 
-    python tools/evaluate.py --load RUN --split-name test
+    python tools/evaluate.py --load RUN --split-name test --json card.json
     torchrun --nproc-per-node 8 tools/evaluate.py --load RUN --tensor-model-parallel-size 2 --json card.json
 
 Every token but the first is scored once, with its full context through all layers, so that the value does not depend on

@@ -1,9 +1,9 @@
 """Print what a checkpoint holds and whether it is intact. Exit code 0: intact, 1: damaged, 2: wrong usage.
 
-    python tools/inspect_checkpoint.py RUN                                  # the newest step of a run
-    python tools/inspect_checkpoint.py RUN/checkpoints/step_00000100 --json
-    python tools/inspect_checkpoint.py RUN --verify                         # every byte, and every number
-    python tools/inspect_checkpoint.py --diff A B                           # two of them; 0: the same, 1: not
+    python tools/inspect_checkpoint.py runs/books                           # the newest step of a run
+    python tools/inspect_checkpoint.py runs/books/checkpoints/step_00000100 --json
+    python tools/inspect_checkpoint.py runs/books --verify                  # every byte, and every number
+    python tools/inspect_checkpoint.py --diff runs/books runs/other         # two of them; 0: the same, 1: not
 
 Without --verify it reads headers and compares sizes.
 """
@@ -21,12 +21,17 @@ from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> ToolParser:
     parser = ToolParser("inspect_checkpoint.py", __doc__)
     parser.add_argument("path", type=Path, nargs="?", help="a run folder or one of its step folders")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--verify", action="store_true", help="compare every byte's SHA-256 and look at every number")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="tell what differs between two")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
     try:
         options = parser.parse_args(sys.argv[1:] if argv is None else argv)
         if (options.path is None) == (options.diff is None):

@@ -1,6 +1,6 @@
 """Text to tokens: writes P_{train,valid,test}.{bin,idx} (Megatron-LM's format) and the manifest P.json, all or nothing.
 
-    python tools/prepare_data.py byte --input books.txt notes.txt --output-prefix data/books
+    python tools/prepare_data.py byte --input books.txt notes.txt --output-prefix data/text
     python tools/prepare_data.py text8 --output-prefix data/text8
 
 byte: a token is a byte · char: a token is a character of the text · word: a token is what white space separates, in a

@@ -20,13 +20,17 @@ from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser
 
 
+def _parser() -> ToolParser:
+    parser = ToolParser("report.py", __doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders (--save of pretrain.py)")
+    default = "RUN/report of one run, report of several"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=f"where to write (default: {default})")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        parser = ToolParser("report.py", __doc__)
-        parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="run folders (--save of pretrain.py)")
-        default = "RUN/report of one run, report of several"
-        parser.add_argument("--output", type=Path, metavar="FOLDER", help=f"where to write (default: {default})")
-        options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         from megatron_allattn.report import write_comparison, write_report  # noqa: PLC0415  (numpy, after --help)
 
         if len(options.runs) == 1:

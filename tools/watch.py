@@ -20,13 +20,17 @@ from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> ToolParser:
     parser = ToolParser("watch.py", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="run folder, as given to --save")
     parser.add_argument("--once", action="store_true", help="print one summary and end")
     parser.add_argument("--wait", action="store_true", help="wait for a folder that is not there yet")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     try:
-        given = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         if importlib.util.find_spec("rich") is None:
             raise UsageError("watch.py: needs the package rich, which is not installed; pip install rich")
         from megatron_allattn.watching.terminal import watch  # noqa: PLC0415  (needs rich)

@@ -80,7 +80,12 @@ class _Given:
 class _CommandLine(RunConfig):
     """Pretrain an all-attention language model.
 
-    Flags may be written with - or _. The launchers' --deepspeed and --local_rank are accepted and have no effect.
+    python pretrain.py --recipe demo --save runs/demo
+
+    python pretrain.py --data-path data/books --num-layers 6 --save runs/books --load runs/books
+
+    The same under deepspeed, torchrun, mpirun and srun. Flags may be written with - or _. The launchers' --deepspeed
+    and --local_rank are accepted and have no effect.
     """
 
     rehearsal: DryRunConfig = field(default_factory=DryRunConfig)

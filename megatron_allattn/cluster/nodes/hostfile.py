@@ -129,9 +129,10 @@ def torchrun_place(hosts: Sequence[Host], own_name: str) -> tuple[int, int, int,
 FORMS = ("deepspeed", "openmpi", "mpich", "torchrun", "count")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Read a hostfile (or `slurm`) and print it for a launcher. Exit code 2: it is not one."""
-    parser = ToolParser("hostfile.py", "Read a hostfile strictly, or make one from SLURM's variables, and print it.")
+def main(argv: Sequence[str] | None = None, about: str | None = None) -> int:
+    """Read a hostfile (or `slurm`) and print it for a launcher; about: what --help says first. Exit code 2: it is not
+    one."""
+    parser = ToolParser("hostfile.py", about)
     add: Any = parser.add_argument
     add("form", choices=FORMS, help="for whom: torchrun gets NNODES NODE_RANK SLOTS FIRST_HOST, count the ranks in all")
     add("hostfile", help="a file with a line HOST slots=N for each host; slurm: the nodes of this allocation")
