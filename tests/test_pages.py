@@ -13,7 +13,7 @@ from tests.support.template import ROOT
 
 EVERY_PAGE = [*pages(), ROOT / "CHANGELOG.md"]
 SOURCES = ("megatron_allattn", "tools", "launch", "tests/gpu", "tests/benchmarks")
-MADE = {"ablation/array.sbatch", "command.sh", "job.sbatch"}
+MADE = {"ablation/array.sbatch", "runs/ablation/array.sbatch", "command.sh", "job.sbatch"}
 """Files that programs write."""
 
 OF_OTHERS = {"--no-deps", "--ffn-hidden-size", "--include_path", "--model_args", "--tasks", "--batch_size", "--logdir"}

@@ -196,13 +196,13 @@ def _step_named(run_folder: Path) -> Path | None:
     return run_folder / FOLDER / name if STEP_NAME.fullmatch(name) else None
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
+def find(path: Path, check: Check = check_hashes) -> tuple[Path, list[str]]:
     """The newest step of a run folder, or one step folder, of which every byte is right, and as of `find_latest` what
     was passed over. Raises UsageError."""
     if (path / FOLDER).is_dir() or not (path / MANIFEST).exists():
-        return find_latest(path, check=check_hashes, way_out="name an older step folder to take that")
+        return find_latest(path, check=check, way_out="name an older step folder to take that")
     with told_if_gone(path):
-        verify(path, check_hashes)
+        verify(path, check)
     return path, []
 
 

@@ -48,6 +48,8 @@ def check(words: list[str], variables: Mapping[str, str], page_folder: Path) -> 
     elif first == "make":
         targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
         assert targets is not None and {word for word in words[1:] if "=" not in word} <= {*targets[1].split()}, words
+    elif first == "sbatch" and words[-1].endswith("/array.sbatch"):
+        _array(words[1:])
     elif first in LAUNCHERS:
         _program(*LAUNCHERS[first](words[1:]))
     elif first == ".ci/run" or first.startswith("launch/"):
@@ -106,9 +108,9 @@ def _beside_pretrain(path: str) -> Check:
 
 
 def _submit(words: list[str]) -> None:
-    names = module("launch/submit.py")
-    own, others = names["split"](words)
-    names["_parser"]().parse_args(own)
+    parser = module("launch/submit.py")["_parser"]()
+    own, others = parser.split(words)
+    parser.parse_args(own)
     submitted(others if "--save" in others else [*others, "--save", "run"])  # an ellipsis stands for it
 
 
@@ -177,6 +179,11 @@ def _srun(words: list[str]) -> tuple[str, list[str]]:
 def _sbatch(words: list[str]) -> tuple[str, list[str]]:
     rest = [word for word in words if not re.match(r"--(nodes|ntasks-per-node|gpus-per-node|export)=", word)]
     return rest[0], rest[1:]
+
+
+def _array(words: list[str]) -> None:
+    """`sbatch --array=… DIR/array.sbatch`, of which tools/ablation.py tells when it has written that file."""
+    assert re.fullmatch(r"--array=[0-9]+-[0-9]+(%[0-9]+)?", words[0]) and len(words) == 2, words
 
 
 LAUNCHERS: dict[str, Callable[[list[str]], tuple[str, list[str]]]] = {
