@@ -102,18 +102,25 @@ def write_run(
 ) -> None:
     """Make the run folder `output` with one checkpoint. It has its name only once it is complete and on the disk.
 
-    source: where the tensors are from, for errors. Raises UsageError: `output` exists, or a tensor has something other
-    than finite numbers in floating point, which no run saves; StorageError: it cannot be written, and then nothing is
-    left of it.
+    source: where the tensors are from, for errors; those in half precision become float32.
+
+    Raises UsageError: `output` exists, or a tensor has something other than finite numbers in floating point, which no
+    run saves; StorageError: it cannot be written, and then nothing is left of it.
     """
     with made_whole(output) as temporary:
         step_folder = folder.begin(temporary, step)
         hashes: dict[str, str] = {}
         for prefix, tensors in (("weights", weights), ("optimizer", optimizer)):
-            hashes |= write_files(step_folder, prefix, tensors.infos, partial(_read_finite, source, tensors))
+            infos = [_as_master(info) for info in tensors.infos]
+            hashes |= write_files(step_folder, prefix, infos, partial(_read_finite, source, tensors))
         write_json_atomic(step_folder / "state.json", {"step": step, **state})
         folder.commit(step_folder, step, hashes=hashes)
         write_json_atomic(temporary / CONFIG, run.to_dict())
+
+
+def _as_master(info: TensorInfo) -> TensorInfo:
+    """What a run has of a tensor: half precision becomes float32, which holds every number of it."""
+    return TensorInfo.of(info.name, "F32", info.shape) if info.dtype in ("BF16", "F16") else info
 
 
 def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:
@@ -123,4 +130,4 @@ def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:
         raise UsageError(f"{source}: tensor {name} is of type {tensor.dtype}, which no run has; {fix}")
     if count := int((~tensor.isfinite()).sum()):
         raise UsageError(f"{source}: tensor {name}: {count:,} numbers are not finite; {fix}")
-    return tensor
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

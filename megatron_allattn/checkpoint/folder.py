@@ -51,8 +51,8 @@ Hashed = tuple[Path, str]
 Check = Callable[[Sequence[Hashed]], None]
 _OTHER = "name another step"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
-_OWN_ASIDE = re.compile(r"\.step_(\d{8,})\.old-\d+")
-_OWN_TEMPORARY = re.compile(r"\.(step_\d{8,})\.(tmp|old)-\d+")
+_OWN_ASIDE = re.compile(rf"\.{STEP_NAME.pattern}\.old-[1-9][0-9]*")
+_OWN_TEMPORARY = re.compile(rf"\.({STEP_NAME.pattern})\.(tmp|old)-[1-9][0-9]*")
 
 
 def begin(run_folder: Path, step: int) -> Path:
@@ -155,7 +155,8 @@ def find_latest(run_folder: Path, *, check: Check | None = None, way_out: str | 
         fix = "name a run folder" if run is None else f"name the run folder {run}"
         fix = f"bring it back (is its disk mounted?), or {fix}" if told else fix
         raise UsageError(f"{run_folder}: no checkpoint to load: there is no folder {parent}{told}; {fix}")
-    candidates, skipped = _candidates(run_folder)
+    candidates, others = _candidates(run_folder)
+    skipped: list[str] = []
     damaged = None
     for path in candidates:
         if (reason := _why_no_candidate(path) or _why_unusable(path, check)) is not None:
@@ -169,7 +170,8 @@ def find_latest(run_folder: Path, *, check: Check | None = None, way_out: str | 
             raise damaged
         if named is not None and named != step_name(_step_of(path)):
             skipped.append(f"{run_folder / LATEST}: it names {named!a}, but {path.name} is the newest complete step")
-        return path, skipped
+        return path, [*skipped, *others]
+    skipped += others  # steps first: of many lines the error has the first
     reasons = f" (passed over: {'; '.join(skipped[:3])}{'; …' if len(skipped) > 3 else ''})" if skipped else ""
     message = f"no complete checkpoint in {parent}{reasons}{told}; name another run folder"
     raise UsageError(f"{run_folder}: {message}") if damaged is None else Damaged(damaged.folder, message, run_folder)
@@ -326,7 +328,7 @@ def _clean(parent: Path) -> list[str]:
         if match is None or path.is_symlink() or not path.is_dir():
             continue
         final = parent / match[1]
-        if match[2] == "old" and is_complete(path) and not is_complete(final):
+        if match[3] == "old" and is_complete(path) and not is_complete(final):
             unfinished = parent / f".{final.name}.tmp-{os.getpid()}"
             if _is_ours(final):
                 os.rename(final, unfinished)
@@ -356,7 +358,7 @@ def _why_no_candidate(path: Path) -> str | None:
     step = _step_of(path)
     if _OWN_TEMPORARY.fullmatch(path.name) and step < 0:
         return "left by a save that did not end"
-    if step < 0 or step_name(step) not in (path.name, path.name[1:].partition(".")[0]):
+    if step < 0:
         return "not the name of a step folder"
     if path.is_symlink() or not path.is_dir():
         return "not a folder" if os.path.lexists(path) else "it is gone"

@@ -20,7 +20,7 @@ from megatron_allattn.config.json_files import read_json_object
 FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
 CONFIG, METRICS, OBSERVATIONS = "config.json", "metrics.jsonl", "observations.jsonl"
 OUTCOME = "outcome.json"
-STEP_NAME = re.compile(r"step_(\d{8,})")
+STEP_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _LONGEST_NAME = 40  # characters that are read of a `latest`, which anybody may have written
 
 End = Literal["done", "stopped", "guard", "failed"]
@@ -95,6 +95,19 @@ def has_saved(run_folder: Path) -> bool:
     steps = [path for path in entries if STEP_NAME.fullmatch(path.name)]
     marked = any((path / MARKER).exists() for path in entries)
     return len(steps) > 1 or marked or os.path.lexists(run_folder / LATEST)
+
+
+def begun_from(run_folder: Path) -> Path | None:
+    """--load of the run that last began in a folder, where that is another one; None where there was none, or no run.
+    Raises UsageError: config.json cannot be read."""
+    path = run_folder / CONFIG
+    if not path.is_file():
+        return None
+    checkpoint = read_json_object("file", path, "move it away").get("checkpoint")
+    load = checkpoint.get("load") if isinstance(checkpoint, dict) else None
+    if not isinstance(load, str) or "\0" in load or os.path.realpath(load) == os.path.realpath(run_folder):
+        return None
+    return Path(load)
 
 
 def run_around(path: Path) -> Path | None:

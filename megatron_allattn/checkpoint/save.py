@@ -82,10 +82,11 @@ def _commit(temporary: Path, step: int, state: dict[str, Any], hashes: dict[str,
 def read_state(step_folder: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """state.json of a verified step folder. needed: fields that must be there beside the step.
 
-    Raises UsageError when it is not what `save` writes.
+    Raises UsageError when it is not what `save` writes, or is gone.
     """
     path = step_folder / "state.json"
-    state = read_json_object("file", path, _OTHER, MAX_STATE_BYTES)
+    with folder.told_if_gone(step_folder):
+        state = read_json_object("file", path, _OTHER, MAX_STATE_BYTES)
     check_fields(path, state, ("step", *needed), _OTHER)
     return state
 
@@ -122,8 +123,14 @@ def load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
     """Set weights, optimizer state and caches from a verified step folder, at any layout. Collective.
 
     cached_length: how many tokens the caches' streams have seen since they started; None for a converted checkpoint,
-    whose caches are empty and which may lack optimizer state. Raises UsageError naming a tensor that is missing.
+    whose caches are empty and which may lack optimizer state. Raises UsageError naming a tensor that is missing, or
+    a folder that its run deletes meanwhile.
     """
+    with folder.told_if_gone(step_folder):
+        _load(step_folder, engine, cached_length)
+
+
+def _load(step_folder: Path, engine: Engine, cached_length: int | None) -> None:
     network = engine.network
     weights, optimizer, caches = (TensorReader(step_folder, prefix) for prefix in ("weights", "optimizer", "caches"))
     agree(

@@ -292,5 +292,5 @@ class TensorReader:
 
 
 def _numbered_files(folder: Path, prefix: str) -> list[Path]:
-    pattern = re.compile(re.escape(prefix) + r"-\d{5}\.safetensors")
+    pattern = re.compile(re.escape(prefix) + r"-[0-9]{5}\.safetensors")
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))

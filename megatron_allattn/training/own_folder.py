@@ -1,10 +1,19 @@
 """The folder of --save as a run begins in it: that it holds no other run, and what is made there first."""
 
+import os
 from pathlib import Path
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.run_folder import CONFIG, FOLDER, LATEST, METRICS, prepare_run_folder
+from megatron_allattn.checkpoint.run_folder import (
+    CONFIG,
+    FOLDER,
+    LATEST,
+    METRICS,
+    begun_from,
+    has_saved,
+    prepare_run_folder,
+)
 from megatron_allattn.config import RunConfig, usage_error
 from megatron_allattn.training.pace import PACE
 
@@ -16,11 +25,22 @@ def check_own_folder(run: RunConfig) -> None:
         return
     left = (FOLDER, LATEST, METRICS)
     if not run.checkpoint.goes_on and any((run_folder / name).exists() for name in left):
-        fix = f"give --load {run_folder} to go on with it, or choose another folder"
-        raise usage_error("--save", run_folder, "holds a run already", fix)
+        _check_begins_again(run, run_folder)
     for name in (LATEST, PACE):  # which the first save replaces
         if (run_folder / name).is_dir():
             raise usage_error("--save", run_folder, f"has a folder {name}, where a file is to be", "remove it")
+
+
+def _check_begins_again(run: RunConfig, run_folder: Path) -> None:
+    """The folder of a run may be begun in again where that run came from the same checkpoint and has saved nothing."""
+    rule, load = "holds a run already", run_folder
+    source = None if has_saved(run_folder) else begun_from(run_folder)
+    if source is not None:
+        if run.checkpoint.load is not None and os.path.realpath(source) == os.path.realpath(run.checkpoint.load):
+            return
+        rule, load = f"holds a run that was begun with --load {source} and has saved nothing", source
+    fix = f"give --load {load} to go on with it, or choose another folder"
+    raise usage_error("--save", run_folder, rule, fix)
 
 
 def prepare_own_folder(run: RunConfig, step_folder: Path | None) -> list[str]:

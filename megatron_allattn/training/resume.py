@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.progress import Progress
-from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, has_saved, run_around
+from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, STEP_NAME, begun_from, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
@@ -50,17 +50,24 @@ class Change:
 
 
 def find_checkpoint(run: RunConfig, check: folder.Check) -> tuple[Path | None, list[str]]:
-    """The newest step of --load; None where --load is --save and nothing has been saved: the run begins.
+    """The newest step of --load, or that step itself; None where --load is --save and nothing has been saved: the run
+    begins.
 
     check: of its files (`with_shared_check`).
 
-    Raises UsageError where it is damaged, unless --load-fallback allows an older one.
+    Raises UsageError where it is damaged, unless --load-fallback allows an older one, and where nothing has been saved
+    of a run that began with the checkpoint of another.
     """
     load = run.checkpoint.load
     if load is None:
         return None, []
     if run.checkpoint.goes_on and not has_saved(load) and run_around(load) is None:
+        if (source := begun_from(load)) is not None:
+            rule = f"has saved nothing yet, and was begun with --load {source}"
+            raise usage_error("--load", load, rule, f"give --load {source} again, or choose another folder")
         return None, []
+    if STEP_NAME.fullmatch(load.name) and (load / folder.MANIFEST).exists():
+        return folder.find(load, check)
     way_out = None if run.checkpoint.load_fallback else "give --load-fallback to go on from an older step"
     return folder.find_latest(load, check=check, way_out=way_out)
 

@@ -48,6 +48,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_becomes_the_masters_of_a_run(tmp_path: Path, dtype: torch.dtype) -> None:
+    given = {name: (tensor / 3).to(dtype) for name, tensor in WEIGHTS.items()}
+    state = converted_state(RUN, Progress.at(5, RUN), 7, {"type": "null", "vocab_size": 7}, "f" * 64, {})
+    write_run(SOURCE, tmp_path / "run", RUN, 5, state, Tensors.of(given), Tensors.of({}))
+    weights = read_run(tmp_path / "run").weights
+    for name, tensor in given.items():
+        found = weights.read(name)
+        assert weights.infos[name].dtype == "F32" and found.dtype == torch.float32
+        assert torch.equal(found.to(dtype), tensor) and torch.equal(found, tensor.double().float())
+
+
 @pytest.mark.parametrize("there", ["run folder", "empty folder", "file", "dangling link"])
 def test_what_exists_is_kept(tmp_path: Path, there: str) -> None:
     output = tmp_path / "run"

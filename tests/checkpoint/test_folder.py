@@ -60,6 +60,33 @@ def test_a_part_of_a_run_is_told_from_a_run(tmp_path: Path, part: str, monkeypat
             find_latest(path)
 
 
+def test_damage_is_told_before_names_that_are_no_steps(tmp_path: Path) -> None:
+    folder = _save(tmp_path, 100)
+    for name in ("a.bak", "b.bak", "c.bak"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    _flip(folder)
+    with pytest.raises(Damaged, match=f"passed over: {folder}: weights-00001.safetensors: damaged: expected SHA-256 "):
+        find_latest(tmp_path, check=check_hashes, way_out="give another")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".step_0000000001.tmp-1",
+        ".step_00000001.tmp-0012",
+        ".step_٠٠٠٠٠١٠٠.tmp-١",
+        ".step_00000001.old-0",
+        ".step_000000001.old-7",
+    ],
+)
+def test_only_names_that_a_save_gives_are_deleted(tmp_path: Path, name: str) -> None:
+    for own in (name, ".step_00000001.tmp-12", ".step_123456789.tmp-3"):
+        (tmp_path / "checkpoints" / own).mkdir(parents=True)
+        (tmp_path / "checkpoints" / own / "file").touch()
+    _save(tmp_path, 100)
+    assert _entries(tmp_path) == [name, "step_00000100"]
+
+
 def test_runs_may_lie_in_a_folder_of_the_same_name(tmp_path: Path) -> None:
     _save(tmp_path / "checkpoints/one", 100)
     for path in (tmp_path / "checkpoints/one", tmp_path / "checkpoints/two", tmp_path / "latest", tmp_path):

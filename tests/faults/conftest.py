@@ -59,6 +59,11 @@ class Runs:
         done = self.plain(count, 0, "pause@0", *flags)
         assert done.codes == [0] * count, done.said
 
+    def refuses(self, line: str, *flags: str) -> None:
+        """One process, with exit code 2 and this line."""
+        done = self.plain(1, 0, "pause@0", *flags)
+        assert (done.codes, done.errors) == ([2], [line]), done.said
+
     @contextmanager
     def started(self, count: int, rank: int, fault: str, *flags: str) -> Iterator[list[Program]]:
         """The same, under way."""

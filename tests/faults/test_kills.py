@@ -61,6 +61,21 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(runs: Runs, layout: s
     assert tensors(runs, "run") == tensors(runs, "whole") != {}
 
 
+def test_a_run_from_another_that_dies_before_its_first_save(runs: Runs) -> None:
+    """The same command begins it again; the advice that a refusal gives never begins with new weights."""
+    runs.succeeds(1, "--train-iters", "2", "--save", "first")
+    again = ("--train-iters", "6", "--load", "first")
+    assert runs.plain(1, 0, "kill@5", *again, "--save", "run").codes == [-signal.SIGKILL]
+    assert [record["step"] for record in kept(runs, "run")] == [3, 4]
+    rule = "has saved nothing yet, and was begun with --load first; give --load first again, or choose another folder"
+    runs.refuses(f"error: --load run: {rule}", *again[:2], "--save", "run", "--load", "run")
+    rule = "holds a run that was begun with --load first and has saved nothing; give --load first to go on with it"
+    runs.refuses(f"error: --save run: {rule}, or choose another folder", *again[:2], "--save", "run")
+    runs.succeeds(1, *again, "--save", "run")
+    runs.succeeds(1, *again, "--save", "whole")
+    assert kept(runs, "run") == kept(runs, "whole") and tensors(runs, "run", 6) == tensors(runs, "whole", 6) != {}
+
+
 @pytest.mark.faults
 def test_what_an_earlier_start_came_to_is_not_taken_for_this_ones(runs: Runs) -> None:
     """Also where that left nothing but its outcome, and this one begins anew."""

@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.config import DataConfig
@@ -29,6 +31,14 @@ doc_to_target: "{{{{text}}}}"
 metric_list:
   - metric: bits_per_byte
 """
+
+
+@pytest.fixture(autouse=True)
+def own_group() -> Iterator[None]:
+    """The harness leaves a process group behind, which other tests of this process would meet."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def harness(folder: Path, text: str, first: int, max_length: int) -> float:

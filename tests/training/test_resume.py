@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_allattn.checkpoint import folder, shards
+from megatron_allattn.checkpoint import folder, save, shards
 from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.save import read_config
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError
@@ -163,6 +163,27 @@ def test_a_part_of_a_run_is_no_new_run(alone: RunConfig) -> None:
     part = alone.checkpoint.save / "checkpoints"
     with pytest.raises(UsageError, match=f"{part}: no checkpoint to load: .*; name the run folder {part.parent}$"):
         find_checkpoint(replace(alone, checkpoint=CheckpointConfig(save=part, load=part)), folder.check_hashes)
+
+
+def test_a_step_folder_may_be_named(alone: RunConfig, tmp_path: Path) -> None:
+    """An older step than the newest, gone on from in a folder of its own."""
+    assert alone.checkpoint.save is not None
+    older = alone.checkpoint.save / "checkpoints/step_00000012"
+    run = replace(alone, checkpoint=replace(alone.checkpoint, save=tmp_path / "new", load=older))
+    session = trained(run)
+    assert session.step == 22
+    whole, tensors = left_by(alone)
+    assert left_by(run) == ([record for record in whole if record["step"] > 12], tensors)
+
+
+def test_a_step_that_its_run_deletes_meanwhile_is_told_so(alone: RunConfig, tmp_path: Path) -> None:
+    gone = tmp_path / "checkpoints/step_00000012"
+    gone.mkdir(parents=True)
+    engine = start(replace(alone, checkpoint=CheckpointConfig(save=tmp_path))).engine
+    gone.rmdir()
+    for read in (lambda: save.read_state(gone), lambda: save.load(gone, engine, 0)):
+        with pytest.raises(folder.Gone, match=f"^{gone}: is gone, its run has deleted it meanwhile"):
+            read()
 
 
 def test_a_run_beyond_its_last_step_says_that_nothing_is_left(alone: RunConfig, tmp_path: Path) -> None:
