@@ -22,7 +22,7 @@ from megatron_allattn.checkpoint.header import TensorInfo
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import CONFIG
 from megatron_allattn.checkpoint.save import MODEL_FIELDS, check_plausible, read_config, read_state
-from megatron_allattn.checkpoint.tensors import TensorReader, info_of, write_files
+from megatron_allattn.checkpoint.tensors import DTYPE_NAMES, TensorReader, info_of, write_files
 from megatron_allattn.config import RunConfig, UsageError
 
 
@@ -118,9 +118,12 @@ def write_run(
         write_json_atomic(temporary / CONFIG, run.to_dict())
 
 
+_HALF = ("BF16", "F16")
+
+
 def _as_master(info: TensorInfo) -> TensorInfo:
     """What a run has of a tensor: half precision becomes float32, which holds every number of it."""
-    return TensorInfo.of(info.name, "F32", info.shape) if info.dtype in ("BF16", "F16") else info
+    return TensorInfo.of(info.name, "F32", info.shape) if info.dtype in _HALF else info
 
 
 def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:
@@ -130,4 +133,4 @@ def _read_finite(source: Path, tensors: Tensors, name: str) -> Tensor:
         raise UsageError(f"{source}: tensor {name} is of type {tensor.dtype}, which no run has; {fix}")
     if count := int((~tensor.isfinite()).sum()):
         raise UsageError(f"{source}: tensor {name}: {count:,} numbers are not finite; {fix}")
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.float() if DTYPE_NAMES[tensor.dtype] in _HALF else tensor

@@ -50,6 +50,7 @@ Hashed = tuple[Path, str]
 """A file, and the SHA-256 that it is to have."""
 Check = Callable[[Sequence[Hashed]], None]
 _OTHER = "name another step"
+_OLDER = "name an older step folder to take that"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _OWN_ASIDE = re.compile(rf"\.{STEP_NAME.pattern}\.old-[1-9][0-9]*")
 _OWN_TEMPORARY = re.compile(rf"\.({STEP_NAME.pattern})\.(tmp|old)-[1-9][0-9]*")
@@ -198,11 +199,11 @@ def _step_named(run_folder: Path) -> Path | None:
     return run_folder / FOLDER / name if STEP_NAME.fullmatch(name) else None
 
 
-def find(path: Path, check: Check = check_hashes) -> tuple[Path, list[str]]:
+def find(path: Path, check: Check = check_hashes, way_out: str | None = _OLDER) -> tuple[Path, list[str]]:
     """The newest step of a run folder, or one step folder, of which every byte is right, and as of `find_latest` what
     was passed over. Raises UsageError."""
     if (path / FOLDER).is_dir() or not (path / MANIFEST).exists():
-        return find_latest(path, check=check, way_out="name an older step folder to take that")
+        return find_latest(path, check=check, way_out=way_out)
     with told_if_gone(path):
         verify(path, check)
     return path, []

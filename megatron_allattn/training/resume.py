@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_allattn.checkpoint import folder, save
 from megatron_allattn.checkpoint.progress import Progress
-from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, STEP_NAME, begun_from, has_saved, run_around
+from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, begun_from, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError, usage_error
 from megatron_allattn.config.errors import flag
@@ -66,10 +66,8 @@ def find_checkpoint(run: RunConfig, check: folder.Check) -> tuple[Path | None, l
             rule = f"has saved nothing yet, and was begun with --load {source}"
             raise usage_error("--load", load, rule, f"give --load {source} again, or choose another folder")
         return None, []
-    if STEP_NAME.fullmatch(load.name) and (load / folder.MANIFEST).exists():
-        return folder.find(load, check)
     way_out = None if run.checkpoint.load_fallback else "give --load-fallback to go on from an older step"
-    return folder.find_latest(load, check=check, way_out=way_out)
+    return folder.find(load, check, way_out)
 
 
 def is_converted(state: dict[str, Any]) -> bool:

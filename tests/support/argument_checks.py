@@ -95,27 +95,25 @@ def _own(path: str) -> Check:
     return lambda words: module(path)["_parser"]().parse_args(words)
 
 
-def _beside_pretrain(path: str) -> Check:
+def _beside_pretrain(path: str, read_others: Check) -> Check:
     """Flags of a tool, and those of pretrain.py."""
 
     def read(words: list[str]) -> None:
         parser = module(path)["_parser"]()
         own, others = parser.split(words)
         parser.parse_args(own)
-        parse_command(others)
+        read_others(others)
 
     return read
 
 
-def _submit(words: list[str]) -> None:
-    parser = module("launch/submit.py")["_parser"]()
-    own, others = parser.split(words)
-    parser.parse_args(own)
-    submitted(others if "--save" in others else [*others, "--save", "run"])  # an ellipsis stands for it
+def _parsed(path: str, function: str = "parse") -> Check:
+    """A tool's own function that reads its arguments."""
+    return lambda words: module(path)[function](words)
 
 
-def _verify(words: list[str]) -> None:
-    module("tools/verify_reference.py")["parse"](words)
+def _pretrain_of_job(words: list[str]) -> None:
+    submitted(words if "--save" in words else [*words, "--save", "run"])  # an ellipsis stands for it
 
 
 def _hostfile(words: list[str]) -> None:
@@ -124,28 +122,24 @@ def _hostfile(words: list[str]) -> None:
 
 PROGRAMS: dict[str, Check] = {
     "pretrain.py": parse_command,
-    "launch/submit.py": _submit,
+    "launch/submit.py": _beside_pretrain("launch/submit.py", _pretrain_of_job),
     "launch/hostfile.py": _hostfile,
     "launch/launcher.py": lambda words: check(words, {}, ROOT),
     "launch/rank.py": lambda words: check(["python", *words], {}, ROOT),
-    "launch/pretrain.sbatch": lambda words: _pretrain_of_job(words),
-    "tools/ablation.py": _beside_pretrain("tools/ablation.py"),
-    "tools/plan.py": _beside_pretrain("tools/plan.py"),
-    "tools/benchmark.py": lambda words: module("tools/benchmark.py")["parse"](words),
-    "tools/preflight.py": lambda words: module("tools/preflight.py")["parse"](words),
-    "tools/prepare_data.py": lambda words: module("tools/prepare_data.py")["parse"](words),
-    "tools/verify_reference.py": _verify,
-    "tools/convert_checkpoint.py": lambda words: module("tools/convert_checkpoint.py")["parse_arguments"](words),
+    "launch/pretrain.sbatch": _pretrain_of_job,
+    "tools/ablation.py": _beside_pretrain("tools/ablation.py", parse_command),
+    "tools/plan.py": _beside_pretrain("tools/plan.py", parse_command),
+    "tools/benchmark.py": _parsed("tools/benchmark.py"),
+    "tools/preflight.py": _parsed("tools/preflight.py"),
+    "tools/prepare_data.py": _parsed("tools/prepare_data.py"),
+    "tools/verify_reference.py": _parsed("tools/verify_reference.py"),
+    "tools/convert_checkpoint.py": _parsed("tools/convert_checkpoint.py", "parse_arguments"),
     "tools/report.py": _own("tools/report.py"),
     "tools/watch.py": _own("tools/watch.py"),
     "tools/inspect_checkpoint.py": _own("tools/inspect_checkpoint.py"),
     "tools/evaluate.py": _own("tools/evaluate.py"),
     "tools/generate.py": _own("tools/generate.py"),
 }
-
-
-def _pretrain_of_job(words: list[str]) -> None:
-    submitted(words if "--save" in words else [*words, "--save", "run"])
 
 
 def _deepspeed(words: list[str]) -> tuple[str, list[str]]:
