@@ -1,7 +1,13 @@
-"""The folder of --save as a run begins in it: that it holds no other run, and what is made there first."""
+"""The folder of --save as a run begins in it: that it holds no other run, what is made there first, and that it is the
+same folder for every rank."""
 
 import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.files import write_json_atomic
@@ -15,7 +21,14 @@ from megatron_allattn.checkpoint.run_folder import (
     prepare_run_folder,
 )
 from megatron_allattn.config import RunConfig, usage_error
+from megatron_allattn.parallel.collectives import broadcast_object
+from megatron_allattn.parallel.groups import Group
 from megatron_allattn.training.pace import PACE
+
+SEEN_SECONDS = 60.0
+"""What a file gets to be seen on another host: NFS looks anew after 3 to 60 s, mostly at once."""
+
+POLL_SECONDS = 0.1
 
 
 def check_own_folder(run: RunConfig) -> None:
@@ -23,8 +36,8 @@ def check_own_folder(run: RunConfig) -> None:
     run_folder = run.checkpoint.save
     if run_folder is None:
         return
-    left = (FOLDER, LATEST, METRICS)
-    if not run.checkpoint.goes_on and any((run_folder / name).exists() for name in left):
+    left = (METRICS, LATEST, f"{FOLDER}/*")  # where a start came to nothing, an empty folder
+    if not run.checkpoint.goes_on and any(any(run_folder.glob(pattern)) for pattern in left):
         _check_begins_again(run, run_folder)
     for name in (LATEST, PACE):  # which the first save replaces
         if (run_folder / name).is_dir():
@@ -53,3 +66,37 @@ def prepare_own_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
     if step_folder is None or not (run.checkpoint.goes_on and run.checkpoint.load_fallback):
         return []
     return folder.set_aside_after(run_folder, step_folder)
+
+
+def check_shared(run: RunConfig, world: Group, agreed: Callable[[Callable[[], Any]], Any]) -> None:
+    """Collective: every rank finds, and can write, the folder that the first one has prepared; each saves a part.
+
+    agreed: calls a function that may fail on some ranks only (collectives.py: `agree`), which raises UsageError.
+    """
+    run_folder = run.checkpoint.save
+    if run_folder is None or world.size == 1:
+        return
+    seconds = min(SEEN_SECONDS, 60 * run.parallel.distributed_timeout_minutes / 2)  # the others wait in a collective
+    sign: Path = broadcast_object(run_folder / FOLDER / f".sign.tmp-{uuid.uuid4().hex}", world)
+    try:
+        agreed(lambda: sign.touch() if world.rank == 0 else None)
+        agreed(lambda: look_for(sign, run_folder, world.rank, seconds))
+    finally:
+        if world.rank == 0:
+            sign.unlink(missing_ok=True)
+
+
+def look_for(sign: Path, run_folder: Path, rank: int, seconds: float) -> None:
+    """Raises UsageError: a file that the first rank has made is not seen here so long after, or none can be made."""
+    place, own = f"rank {rank} on {socket.gethostname()}", sign.with_name(f"{sign.name}-{rank}")
+    deadline, fix = time.monotonic() + seconds, "name a folder that every host sees, and may write"
+    try:
+        while not sign.exists():
+            if time.monotonic() > deadline:
+                rule = f"is not the folder of rank 0 on {place}: a file made there is not seen after {seconds:g} s"
+                raise usage_error("--save", run_folder, rule, fix)
+            time.sleep(POLL_SECONDS)
+        own.touch()
+        own.unlink()
+    except OSError as error:
+        raise usage_error("--save", run_folder, f"cannot be written by {place} ({error.strerror})", fix) from error

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import FAULTY, PATH, Runs
-from tests.support.commands import environment, outcome
+from tests.support.commands import environment, outcome, world
 from tests.support.template import ROOT
 
 COMMON = ("--train-iters", "4", "--save-interval", "2")
@@ -55,6 +56,38 @@ def test_a_read_only_folder_is_refused_before_training(runs: Runs) -> None:
     done = in_a_namespace(script, runs.folder)
     assert done.stdout.splitlines()[-1] == "code 2" and "step 1/" not in done.stdout
     assert "error: --save there/run: cannot be written (Read-only file system); choose another folder" in done.stderr
+
+
+@namespaces
+@pytest.mark.parametrize(
+    ("mount", "told"),
+    [
+        ("mount -o remount,bind,ro there", "cannot be written by rank 1 on HOST (Read-only file system)"),
+        pytest.param(
+            "mount -t tmpfs none there",
+            "is not the folder of rank 0 on rank 1 on HOST: a file made there is not seen after 7.5 s",
+            marks=pytest.mark.faults,
+        ),
+    ],
+)
+def test_a_folder_that_one_rank_alone_cannot_use_is_refused_before_training(runs: Runs, mount: str, told: str) -> None:
+    """As on another host, where it is not mounted or not to be written."""
+    command = pretrain(runs, "--save", "there/run", "--distributed-timeout-minutes", "0.25")
+    variables = " ".join(f"{name}={value}" for name, value in world(2).items())
+    other = f"{mount}; RANK=1 LOCAL_RANK=1 exec {command}"
+    script = (
+        f"mkdir there; mount --bind there there; export {variables}; set +e; "
+        f"unshare --mount --propagation private sh -euc {shlex.quote(other)} & "
+        f"RANK=0 LOCAL_RANK=0 {command}; echo code $?; wait $!; echo code $?; find there/run"
+    )
+    done = in_a_namespace(script, runs.folder)
+    assert done.stdout.splitlines()[-5:-3] == ["code 2", "code 2"] and "step 1/" not in done.stdout, done.stderr
+    told = told.replace("HOST", socket.gethostname())
+    fix = "name a folder that every host sees, and may write"
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: --save there/run: {told}; {fix}"
+    ]
+    assert done.stdout.splitlines()[-3:] == ["there/run", "there/run/checkpoints", "there/run/config.json"]
 
 
 @pytest.mark.faults
