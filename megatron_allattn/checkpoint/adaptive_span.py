@@ -196,9 +196,9 @@ def _base_rate(path: Path, found: Checkpoint, config: OptimizerConfig, said: boo
         return initial
     if said and found.step >= warmup:
         return lr
-    rates = f"{path} is at step {found.step} with rate {lr} of an initial {initial}"
-    fix = "give the length of its warm-up, 0 if it was started again with another rate"
-    raise usage_error("--lr-warmup-iters", warmup, rates, fix)
+    rates = f"{path} is at step {found.step} with rate {lr} of an initial {initial}: of a warm-up, or of a later rate"
+    fix = "give the length of its warm-up, 0 if the rate has fallen since"
+    raise usage_error("--lr-warmup-iters", warmup if said else "(not given)", rates, fix)
 
 
 def write(

@@ -25,6 +25,7 @@ import math
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from megatron_allattn.config.errors import one_line
 from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
 from megatron_allattn.parallel.board import Board, Silent
+from megatron_allattn.parallel.discovery import LaunchError
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.launcher import deepspeed_launcher
 from megatron_allattn.parallel.verdict import Report, kind_of, place, told, verdict, where_now, where_raised
@@ -108,7 +110,12 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self._size > 1:
-            self._board = Board("failures", ANSWER_SECONDS)
+            try:
+                self._board = Board("failures", ANSWER_SECONDS)
+            except Exception as error:
+                self._size = 1  # it cannot hear the others, nor be heard: it speaks for itself alone
+                why = f"rank {self._rank} cannot connect once more to where the ranks have met"
+                raise LaunchError(one_line(f"{why}: {type(error).__name__}: {error}; start the run again")) from error
             self._start()
         return self
 
@@ -167,10 +174,11 @@ class Watch:
         if self._size > 1:
             self._leave("done", range(self._size), PATIENCE_SECONDS)
 
-    def explain(self, error: BaseException, exit_code: int, *, says_all: bool) -> Ending:
+    def explain(self, error: BaseException, exit_code: int, *, says_all: bool, with_host: bool = False) -> Ending:
         """What this rank's exception comes from. The same again for later calls; waits for the others' reports.
 
-        says_all: the error's own words are the message, without the rank and the place that raised it.
+        says_all: the error's own words are the message, without the rank and the place that raised it; with_host: the
+        rank and its host come after them where there are several.
         """
         if self._ending is None:
             words = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
@@ -179,6 +187,7 @@ class Watch:
                 self._ending = Ending(own, True, exit_code)
             else:
                 self._take_or_wait()
+                own += f" (rank {self._rank} on {socket.gethostname()})" if with_host else ""
                 kind, where = kind_of(error), where_raised(error, self._groups)
                 message = f"rank {self._rank} ({place(self._groups, self._rank)}) failed {where}: {own}"
                 where += f", {self._failed_in}" if self._failed_in else ""
@@ -234,10 +243,11 @@ class Watch:
                     answered = True
                     self._board.begin(lambda store: store.set(f"{_HERE}/{self._rank}", ""))
                 marks = self._board.begin(_marks)
-            now, sections = time.monotonic(), list(self._sections.values())
-            if self._taker is None and (late := [one for one in sections if now > one.deadline]):
+            now, sections = time.monotonic(), list(self._sections.items())
+            if self._taker is None and (late := [(thread, one) for thread, one in sections if now > one.deadline]):
+                thread, section = late[0]
                 self._dump()
-                self._end(Report("stuck", self._where(), f"{late[0].name} for {late[0].seconds:g} s"))
+                self._end(Report("stuck", self._where(thread), f"{section.name} for {section.seconds:g} s"))
             waited, limit = time.monotonic() - wanted, GRACE_SECONDS if self._limit is None else self._limit
             if waited > max(limit, SPEECH_SECONDS) + (0.0 if self._limit is None else SPEECH_SECONDS):
                 os._exit(128 + self._signal)
@@ -254,10 +264,11 @@ class Watch:
         late = "" if self._limit is None else f" and had not stopped after {seconds:g} s"
         return Report("ended", self._where(), name + late, 128 + self._signal)
 
-    def _where(self) -> str:
-        """Where the main thread is, and in which section."""
-        section = self._sections.get(self._main)
-        return where_now(self._groups, self._main) + (f", {section.name}" if section is not None else "")
+    def _where(self, thread: int | None = None) -> str:
+        """Where a thread is, the main one unless another is given, and in which section."""
+        thread = thread or self._main
+        section = self._sections.get(thread)
+        return where_now(self._groups, thread) + (f", {section.name}" if section is not None else "")
 
     def _dump(self) -> None:
         """Print what every thread of this process is at."""

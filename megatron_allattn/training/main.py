@@ -84,7 +84,8 @@ def as_rank(
 
 def _ending(error: BaseException, watch: Watch) -> Ending:
     error = as_mistake(error)
-    return watch.explain(error, exit_code(error), says_all=_says_all(error))
+    on_disk = isinstance(error, StorageError)
+    return watch.explain(error, exit_code(error), says_all=_says_all(error), with_host=on_disk)
 
 
 def _report_failure(error: BaseException, watch: Watch, groups: Groups) -> int:

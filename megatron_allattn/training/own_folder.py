@@ -36,7 +36,7 @@ def check_own_folder(run: RunConfig) -> None:
     run_folder = run.checkpoint.save
     if run_folder is None:
         return
-    left = (METRICS, LATEST, f"{FOLDER}/*")  # where a start came to nothing, an empty folder
+    left = (METRICS, LATEST, f"{FOLDER}/*step_*")  # a start that came to nothing leaves none of these
     if not run.checkpoint.goes_on and any(any(run_folder.glob(pattern)) for pattern in left):
         _check_begins_again(run, run_folder)
     for name in (LATEST, PACE):  # which the first save replaces

@@ -1,8 +1,9 @@
 """Going on from a checkpoint: find it, hold it against the run, load it, and clear away what will be made again.
 
-A checkpoint converted from another program (`"data": null` in its state.json) has a model, its optimizer's state and a
-step, but no place in our data: its streams start at the beginning with empty caches. Its model must still be the run's;
-the other settings are not ours to compare, and its tokenizer is compared unless all that is known of it is its size.
+A converted checkpoint (`"data": null` in its state.json) has no place in our data: its streams start at the beginning
+with empty caches, in batches of any size. Its model must still be the run's; with its optimizer's state it has the
+settings too, as of training here; without, at step 0, a new training begins. Its tokenizer is compared unless all that
+is known of it is its size.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,15 @@ from megatron_allattn.training.metrics import drop_records_after
 _Fixed = dict[str, tuple[str, ...] | None]
 _TRAINING = ("seq_length", "global_batch_size", "seed", "bf16", "fp16")
 _FIXED: _Fixed = {"model": None, "optimizer": None, "training": _TRAINING}
-_FIXED_WITH_PLATEAU: _Fixed = {**_FIXED, "training": (*_TRAINING, "eval_interval", "eval_iters")}  # when it is seen
+_FIXED_WHEN_CONVERTED: _Fixed = {**_FIXED, "training": ("bf16", "fp16")}
+_FIXED_AT_STEP_0: _Fixed = {"model": None, "optimizer": ("optimizer",)}  # of what was converted
+_PLATEAU = ("eval_interval", "eval_iters")  # when it is seen
 # Of that, what --override may change: neither what the state is made of, nor where its data goes on.
 _OVERRIDABLE = {"optimizer": {"optimizer"}, "training": {"seq_length", "global_batch_size", "seed"}}  # all but these
 UNKNOWN_TOKENS = (
     "the checkpoint does not say what its ids mean (it was converted without --vocabulary): the data's tokenizer could "
     "not be compared with its own, only their sizes; if they differ, the loss means nothing"
 )
-_FIXED_WHEN_CONVERTED: _Fixed = {"model": None, "optimizer": ("optimizer",)}
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,15 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
     Progress.of(step_folder / "state.json", state, state["step"], run)
     then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
-    fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED_WITH_PLATEAU if style == "plateau" else _FIXED
+    begins = converted and state["step"] == 0
     changes = [
         Change(name, then[section][name], now[section][name], _is_overridable(section, name))
-        for section, names in fixed.items()
+        for section, names in _fixed(converted, begins, style).items()
         for name in names or now[section]
         if now[section][name] != then[section][name]
     ]
     implied_end = style in ("linear", "cosine") and run.optimizer.lr_decay_iters is None
-    if implied_end and not converted and run.training.train_iters != then["training"]["train_iters"]:
+    if implied_end and not begins and run.training.train_iters != then["training"]["train_iters"]:
         changes.append(Change("train_iters", then["training"]["train_iters"], run.training.train_iters, True))
     _refuse_changes(changes, step_folder, override=run.checkpoint.override)
     check_data(run.data.data_path, dataset, step_folder, state, same_text=not converted)
@@ -105,6 +107,13 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
         rule = f"it was converted at step {state['step']} without its optimizer's state, which a later step needs"
         raise UsageError(f"{step_folder}: {rule}; convert it with that state, or as step 0")
     return changes
+
+
+def _fixed(converted: bool, begins: bool, style: str) -> _Fixed:
+    if begins:
+        return _FIXED_AT_STEP_0
+    fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED
+    return {**fixed, "training": (*(fixed["training"] or ()), *_PLATEAU)} if style == "plateau" else fixed
 
 
 def _is_overridable(section: str, name: str) -> bool:

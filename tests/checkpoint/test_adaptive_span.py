@@ -393,9 +393,9 @@ def test_the_learning_rate_and_its_warm_up(
     run = RunConfig(optimizer=OptimizerConfig(lr_warmup_iters=warmup))
     found, explicit = adaptive_span.read(path), frozenset({"--lr-warmup-iters"} if said else ())
     if expected is None:
-        with pytest.raises(
-            UsageError, match=rf"--lr-warmup-iters {warmup}: .* at step 7 with rate {rate} of an initial"
-        ):
+        given = warmup if said else r"\(not given\)"
+        rule = rf"--lr-warmup-iters {given}: .* at step 7 with rate {rate} of an initial"
+        with pytest.raises(UsageError, match=rule):
             adaptive_span.configure(path, found, run, explicit)
     else:
         assert adaptive_span.configure(path, found, run, explicit).optimizer.lr == expected

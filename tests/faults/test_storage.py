@@ -114,6 +114,7 @@ def test_of_two_ranks_the_one_that_cannot_write_says_so(runs: Runs, rank: int, m
     assert ended.codes == [1, 1]
     (line,) = ended.errors
     assert line.startswith("error: run/checkpoints/.step_00000020.tmp-") and "the file size limit is reached: " in line
+    assert line.endswith(f" or save to another folder (rank {rank} on {socket.gethostname()})")
     assert outcome(runs.folder / "run")["reason"] == line.removeprefix("error: ")
     names = sorted(path.name for path in (runs.folder / "run/checkpoints").iterdir())
     assert names == ["step_00000010"]

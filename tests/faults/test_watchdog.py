@@ -37,3 +37,14 @@ def test_a_frozen_rank_is_named_with_the_section(runs: Runs, where: str, section
 def test_a_short_pause_survives(runs: Runs) -> None:
     with runs.started(2, 1, "pause@3", "--step-timeout-minutes", LIMIT) as programs:
         assert ended(programs).codes == [0, 0]
+
+
+@pytest.mark.faults
+def test_a_save_beside_training_that_does_not_end_is_told_with_its_own_place(runs: Runs) -> None:
+    flags = ("--train-iters", "100000", "--save-interval", "2", "--async-save", "--save-timeout-minutes", LIMIT)
+    done = runs.plain(1, 0, "stall@commit", *flags)
+    assert done.codes == [1]
+    (line,) = done.errors
+    told = f"the run did not get on: rank 0 had been in the save for {SECONDS} s, and was at support/faulty.py:"
+    assert line.startswith(f"error: {told}") and line.endswith(" (strike), in the save")
+    assert " in write_step\n" in done.said and " in wait\n" in done.said  # the stacks of both threads

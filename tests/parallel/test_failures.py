@@ -52,10 +52,17 @@ def _body(what: str, groups: Groups, watch: Watch) -> None:
         assert what == "ends"
 
 
+def _no_board(*_: object) -> None:
+    print("deaf", flush=True)
+    raise OSError("no more connections")
+
+
 def _rank(what: str) -> int:
     torch.set_num_threads(1)
     failures.PATIENCE_SECONDS, failures.GRACE_SECONDS, failures.POLL_SECONDS = 1.5, 0.5, 0.1
     failures.ANSWER_SECONDS, failures.SPEECH_SECONDS = 4.0, 12.0
+    if what == "deaf":
+        failures.Board = _no_board  # type: ignore[assignment, misc]
     meet = discovery.initialize
     discovery.initialize = lambda info, _, device: meet(info, PATIENCE, device)
     limits = ParallelConfig(distributed_timeout_minutes=SECONDS / 60)
@@ -128,6 +135,15 @@ def test_an_interruption_while_the_others_are_waited_for(tmp_path: Path) -> None
         time.sleep(0.5)
         os.kill(first.pid, signal.SIGINT)
         assert ends(first) == ([1], ["error: interrupted"])
+
+
+def test_a_rank_that_cannot_reach_the_store_once_more_says_why(tmp_path: Path) -> None:
+    with ranks(tmp_path, "deaf", "deaf") as both:
+        codes, lines = ends(*both)
+    assert codes == [1, 1]
+    rule = "cannot connect once more to where the ranks have met: OSError: no more connections"
+    assert sorted(lines) == [f"error: rank {rank} {rule}; start the run again" for rank in range(2)]
+    assert "Traceback" not in both[0].stderr
 
 
 def test_the_end_of_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:

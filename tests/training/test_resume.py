@@ -294,10 +294,9 @@ def test_a_converted_checkpoint_starts_the_data_anew(alone: RunConfig, tmp_path:
     null = NullTokenizer(256)
     tokenizer = {"tokenizer": null.to_json(), "tokenizer_sha256": null.fingerprint}
     step_folder = converted(alone, tmp_path / "foreign", **tokenizer)
-    other = OptimizerConfig(lr=0.5, lr_decay_style="constant")  # its rate and schedule are not compared
     training = replace(alone.training, seq_length=32, global_batch_size=2, train_iters=24)
     (tmp_path / "new").mkdir()
-    run = going_on(alone, tmp_path / "foreign", tmp_path / "new", optimizer=other, training=training)
+    run = going_on(alone, tmp_path / "foreign", tmp_path / "new", training=training)
     session = start(run)
     assert session.notes == [
         f"resumed from {step_folder}",
@@ -313,6 +312,28 @@ def test_a_converted_checkpoint_starts_the_data_anew(alone: RunConfig, tmp_path:
     state = json.loads((tmp_path / "new/checkpoints/step_00000024/state.json").read_text())
     assert state["data"]["position"] == 64
     assert start(replace(run, checkpoint=replace(run.checkpoint, load=tmp_path / "new"))).step == 24
+
+
+def test_a_converted_checkpoint_with_its_optimizers_state_has_the_settings_too(
+    alone: RunConfig, tmp_path: Path
+) -> None:
+    """As of training here: another rate or precision is refused without --override, another batch is not."""
+    step_folder = converted(alone, tmp_path / "foreign")
+    other, (then, beta) = (
+        replace(alone.optimizer, lr=0.5, adam_beta1=0.5),
+        (alone.optimizer.lr, alone.optimizer.adam_beta1),
+    )
+    training = replace(alone.training, bf16=True, global_batch_size=2)
+    run = going_on(alone, tmp_path / "foreign", tmp_path / "new", optimizer=other, training=training)
+    differences = f"--lr {then} (now 0.5), --adam-beta1 {beta} (now 0.5), --bf16 False (now True)"
+    with pytest.raises(UsageError) as error:
+        start(run)
+    assert str(error.value).startswith(
+        f"--load {step_folder}: was trained with {differences}; resume with the same values"
+    )
+    assert start(replace(run, checkpoint=replace(run.checkpoint, override=True))).step == 22
+    converted(alone, tmp_path / "begun", without=("caches", "optimizer"), step=0)
+    assert start(going_on(alone, tmp_path / "begun", tmp_path / "other", optimizer=other, training=training)).step == 0
 
 
 @pytest.mark.parametrize(
@@ -353,4 +374,5 @@ def test_a_run_goes_on_from_shards_where_it_was(alone: RunConfig, tmp_path: Path
     assert (session.plateau.dropped_at, session.last_step) == (12, 22)
     assert list(session.guard.losses) == saved.state["recent_losses"] and session.guard.losses
     constant = replace(alone.optimizer, lr_decay_style="constant")  # a plateau is none of its affair
-    assert start(going_on(alone, tmp_path / "back", tmp_path / "new", optimizer=constant)).last_step == 40
+    run = going_on(alone, tmp_path / "back", tmp_path / "new", optimizer=constant)
+    assert start(replace(run, checkpoint=replace(run.checkpoint, override=True))).last_step == 40
