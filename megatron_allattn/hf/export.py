@@ -46,7 +46,10 @@ DESCRIPTION, SINGLE, INDEX = "megatron_allattn.json", "model.safetensors", "mode
 CODE = ("configuration_allattn.py", "modeling_allattn.py")
 MAX_BYTES = 4 * 2**30
 OLDEST = "5.20"  # of transformers, with which the files are tested; configuration_allattn.py says the same
-TRIED = 512  # tokens for which logits are compared: more than heads of most models look back, so that masks are seen
+TRIED, TRIED_NUMBERS = 512, 2**24
+"""Tokens for which logits are compared: more than heads of most models look back, so that masks are seen; but no more
+log-probabilities than these, which are 64 MiB."""
+
 TOLERANCE = 1e-6  # of the largest log-probability
 _OURS = ("span_loss",)  # of no meaning without training
 _GIVE = "give a folder that was made here, or one that transformers has saved from it"
@@ -56,7 +59,8 @@ def write(saved: SavedRun, output: Path, *, compare_logits: bool = True, told: T
     """Make the folder, one tensor in memory at a time; a line on what was compared. Raises UsageError, StorageError.
 
     compare_logits: also run it under transformers, if that is installed, and before that the network here; each then
-    takes the memory of all weights. told: what the model card cannot know of itself.
+    takes the memory of all weights, and the log-probabilities of up to `TRIED` tokens some copies of 64 MiB. told: what
+    the model card cannot know of itself.
     """
     tokenizer = tokenizer_from_json(saved.state["tokenizer"], str(saved.step_folder / "state.json"))
     with made_whole(output) as temporary:
@@ -142,11 +146,11 @@ def _compare_logits(saved: SavedRun, folder: Path) -> str:
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()
-    ids = torch.arange(TRIED)[None] % saved.state["vocab_size"]
+    ids = tried(saved)
     expected = log_probabilities(saved, ids)  # before the other model is there: one of the two in memory at a time
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     with torch.no_grad():
-        found = theirs(ids).logits.log_softmax(-1)
+        found = theirs(ids).logits.double().log_softmax(-1)  # those of adaptive softmax are normalized already
     apart, largest = ((values.abs().max().item()) for values in (found - expected, expected))
     if not apart <= TOLERANCE * largest:
         rule = (
@@ -160,6 +164,12 @@ def _compare_logits(saved: SavedRun, folder: Path) -> str:
 def _release(version: str) -> tuple[int, ...]:
     """The first two numbers of a version; what comes before a release (5.20rc1, 5.21.dev0) counts as it."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def tried(saved: SavedRun) -> Tensor:
+    """The text of which logits are compared: ids [1, M] in order, from 0."""
+    vocab_size = saved.state["vocab_size"]
+    return torch.arange(min(TRIED, max(TRIED_NUMBERS // vocab_size, 1)))[None] % vocab_size
 
 
 def log_probabilities(saved: SavedRun, ids: Tensor) -> Tensor:

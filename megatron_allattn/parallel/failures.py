@@ -246,8 +246,9 @@ class Watch:
             now, sections = time.monotonic(), list(self._sections.items())
             if self._taker is None and (late := [(thread, one) for thread, one in sections if now > one.deadline]):
                 thread, section = late[0]
+                where = self._where(thread)  # before stacks are printed, which takes a while
                 self._dump()
-                self._end(Report("stuck", self._where(thread), f"{section.name} for {section.seconds:g} s"))
+                self._end(Report("stuck", where, f"{section.name} for {section.seconds:g} s"))
             waited, limit = time.monotonic() - wanted, GRACE_SECONDS if self._limit is None else self._limit
             if waited > max(limit, SPEECH_SECONDS) + (0.0 if self._limit is None else SPEECH_SECONDS):
                 os._exit(128 + self._signal)
@@ -268,7 +269,8 @@ class Watch:
         """Where a thread is, the main one unless another is given, and in which section."""
         thread = thread or self._main
         section = self._sections.get(thread)
-        return where_now(self._groups, thread) + (f", {section.name}" if section is not None else "")
+        where = where_now(self._groups, thread, alone=thread != self._main)
+        return where + (f", {section.name}" if section is not None else "")
 
     def _dump(self) -> None:
         """Print what every thread of this process is at."""

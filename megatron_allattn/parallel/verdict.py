@@ -137,12 +137,14 @@ def where_raised(error: BaseException, groups: Groups) -> str:
     return _waiting(frames, groups) or _line(frames[0], groups)
 
 
-def where_now(groups: Groups, thread: int) -> str:
-    """The group in which this process waits, on whichever thread (backward has its own on a GPU), or else the line at
-    which `thread` is."""
+def where_now(groups: Groups, thread: int, *, alone: bool = False) -> str:
+    """The group in which this process waits, on whichever thread (backward has its own on a GPU; on `thread` itself if
+    that works `alone`), or else the line at which `thread` is."""
     stacks = {key: list(_outwards(frame)) for key, frame in sys._current_frames().items()}
-    waiting = (_waiting(stack, groups) for stack in stacks.values())
-    return next((found for found in waiting if found), None) or _line(stacks[thread][0], groups)
+    own = stacks.get(thread)
+    waiting = (_waiting(stack, groups) for stack in ([own or []] if alone else stacks.values()))
+    found = next((found for found in waiting if found), None)
+    return found or (_line(own[0], groups) if own else "at its end")
 
 
 def _outwards(frame: FrameType | None) -> Iterable[FrameType]:

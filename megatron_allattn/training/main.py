@@ -31,6 +31,7 @@ from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.parallel.verdict import kind_of
 from megatron_allattn.training.loop import train
+from megatron_allattn.training.own_folder import check_shared
 from megatron_allattn.training.session import Session, exit_code, open_session
 
 STOPPED = 3  # exit code
@@ -111,6 +112,7 @@ def _train(run: RunConfig, explicit: frozenset[str], groups: Groups, device: tor
     try:
         with watch.section("in the start-up", run.parallel.startup_timeout_minutes):
             lock = agree(lambda: _take(own) if own is not None else None, groups.world, exit_code)
+            _check_shared(run, groups)
             agree(outcome.forget, groups.world, exit_code)
             watch.last_words = outcome.write_failure
             session = open_session(run, explicit, groups, device, watch)
@@ -141,6 +143,13 @@ def _take(run_folder: Path) -> RunLock:
     """The lock of a folder that a run may have. Raises UsageError."""
     check_outside("--save", run_folder)
     return RunLock(run_folder)
+
+
+def _check_shared(run: RunConfig, groups: Groups) -> None:
+    """Collective: all ranks share the folder of a run that is saved. Raises UsageError."""
+    if run.checkpoint.save is not None and groups.world.size > 1:
+        seconds = 60 * run.parallel.distributed_timeout_minutes
+        check_shared(run.checkpoint.save, groups.world, lambda action: agree(action, groups.world, exit_code), seconds)
 
 
 def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:

@@ -2,6 +2,7 @@
 same folder for every rank."""
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -29,6 +30,7 @@ SEEN_SECONDS = 60.0
 """What a file gets to be seen on another host: NFS looks anew after 3 to 60 s, mostly at once."""
 
 POLL_SECONDS = 0.1
+_SIGN = re.compile(r"\.sign\.tmp-[0-9a-f]{32}(-[0-9]+)?")
 
 
 def check_own_folder(run: RunConfig) -> None:
@@ -68,22 +70,28 @@ def prepare_own_folder(run: RunConfig, step_folder: Path | None) -> list[str]:
     return folder.set_aside_after(run_folder, step_folder)
 
 
-def check_shared(run: RunConfig, world: Group, agreed: Callable[[Callable[[], Any]], Any]) -> None:
-    """Collective: every rank finds, and can write, the folder that the first one has prepared; each saves a part.
+def check_shared(run_folder: Path, world: Group, agreed: Callable[[Callable[[], Any]], Any], seconds: float) -> None:
+    """Collective: every rank finds, and can write, the run folder that the first one has locked; each saves a part.
 
-    agreed: calls a function that may fail on some ranks only (collectives.py: `agree`), which raises UsageError.
+    agreed: calls a function that may fail on some ranks only (collectives.py: `agree`), which raises UsageError;
+    seconds: the time-out of collectives, in which the others wait for one that waits for the folder.
     """
-    run_folder = run.checkpoint.save
-    if run_folder is None or world.size == 1:
-        return
-    seconds = min(SEEN_SECONDS, 60 * run.parallel.distributed_timeout_minutes / 2)  # the others wait in a collective
-    sign: Path = broadcast_object(run_folder / FOLDER / f".sign.tmp-{uuid.uuid4().hex}", world)
+    seconds = min(SEEN_SECONDS, seconds / 2)
+    sign: Path = broadcast_object(run_folder / f".sign.tmp-{uuid.uuid4().hex}", world)
     try:
-        agreed(lambda: sign.touch() if world.rank == 0 else None)
+        agreed(lambda: _make(sign) if world.rank == 0 else None)
         agreed(lambda: look_for(sign, run_folder, world.rank, seconds))
     finally:
         if world.rank == 0:
             sign.unlink(missing_ok=True)
+
+
+def _make(sign: Path) -> None:
+    """And remove those of starts that were killed."""
+    for old in sign.parent.iterdir():
+        if _SIGN.fullmatch(old.name):
+            old.unlink()
+    sign.touch()
 
 
 def look_for(sign: Path, run_folder: Path, rank: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Going on from a checkpoint: find it, hold it against the run, load it, and clear away what will be made again.
 
 A converted checkpoint (`"data": null` in its state.json) has no place in our data: its streams start at the beginning
-with empty caches, in batches of any size. Its model must still be the run's; with its optimizer's state it has the
-settings too, as of training here; without, at step 0, a new training begins. Its tokenizer is compared unless all that
-is known of it is its size.
+with empty caches, in batches of any size. Its model must still be the run's. A format of ours that has the optimizer's
+state has its settings too, which hold as of training here; the paper's .pt does not, and from weights alone, at step 0,
+a new training begins. Its tokenizer is compared unless all that is known of it is its size.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint import folder, save, shards, universal
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, begun_from, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
@@ -28,7 +28,7 @@ _Fixed = dict[str, tuple[str, ...] | None]
 _TRAINING = ("seq_length", "global_batch_size", "seed", "bf16", "fp16")
 _FIXED: _Fixed = {"model": None, "optimizer": None, "training": _TRAINING}
 _FIXED_WHEN_CONVERTED: _Fixed = {**_FIXED, "training": ("bf16", "fp16")}
-_FIXED_AT_STEP_0: _Fixed = {"model": None, "optimizer": ("optimizer",)}  # of what was converted
+_FIXED_WHEN_UNSAID: _Fixed = {"model": None, "optimizer": ("optimizer",)}
 _PLATEAU = ("eval_interval", "eval_iters")  # when it is seen
 # Of that, what --override may change: neither what the state is made of, nor where its data goes on.
 _OVERRIDABLE = {"optimizer": {"optimizer"}, "training": {"seq_length", "global_batch_size", "seed"}}  # all but these
@@ -91,15 +91,16 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
     Progress.of(step_folder / "state.json", state, state["step"], run)
     then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
-    begins = converted and state["step"] == 0
+    source = state.get("source") or {}
+    unsaid = converted and (state["step"] == 0 or source.get("format") not in (shards.FORMAT, universal.FORMAT))
     changes = [
         Change(name, then[section][name], now[section][name], _is_overridable(section, name))
-        for section, names in _fixed(converted, begins, style).items()
+        for section, names in _fixed(converted, unsaid, style).items()
         for name in names or now[section]
         if now[section][name] != then[section][name]
     ]
     implied_end = style in ("linear", "cosine") and run.optimizer.lr_decay_iters is None
-    if implied_end and not begins and run.training.train_iters != then["training"]["train_iters"]:
+    if implied_end and not unsaid and run.training.train_iters != then["training"]["train_iters"]:
         changes.append(Change("train_iters", then["training"]["train_iters"], run.training.train_iters, True))
     _refuse_changes(changes, step_folder, override=run.checkpoint.override)
     check_data(run.data.data_path, dataset, step_folder, state, same_text=not converted)
@@ -109,9 +110,9 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
     return changes
 
 
-def _fixed(converted: bool, begins: bool, style: str) -> _Fixed:
-    if begins:
-        return _FIXED_AT_STEP_0
+def _fixed(converted: bool, unsaid: bool, style: str) -> _Fixed:
+    if unsaid:
+        return _FIXED_WHEN_UNSAID
     fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED
     return {**fixed, "training": (*(fixed["training"] or ()), *_PLATEAU)} if style == "plateau" else fixed
 

@@ -45,7 +45,7 @@ from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, per_unit
 from megatron_allattn.training.observations import Observations, observe_start
-from megatron_allattn.training.own_folder import check_own_folder, check_shared, prepare_own_folder
+from megatron_allattn.training.own_folder import check_own_folder, prepare_own_folder
 from megatron_allattn.training.pace import record_save
 from megatron_allattn.training.plateau import Plateau
 from megatron_allattn.training.resume import (
@@ -244,7 +244,6 @@ def open_session(
     changes = agreed(lambda: check_resume(run, dataset, step_folder)) if step_folder is not None else []
     metrics = agreed(lambda: _open_metrics(run, step_folder) if groups.rank == 0 else Metrics(None))
     notes += agreed(lambda: prepare_own_folder(run, step_folder) if groups.rank == 0 else [])
-    check_shared(run, groups.world, agreed)
     notes += metrics.notes
     reach = agreed(lambda: _reach(run, step_folder))
     engine = build_engine(run, dataset.tokenizer.vocab_size, groups, device, fused, attention.attend, reach)

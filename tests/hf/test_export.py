@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,16 @@ def test_it_can_be_trained(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] and all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.layouts
+def test_a_vocabulary_of_hundreds_of_thousands_of_words(tmp_path: Path) -> None:
+    """Fewer tokens are compared, and float32 does not add up so many probabilities."""
+    model = replace(MODELS["adaptive"], adaptive_cutoffs="20000,100000")
+    saved = saved_run(tmp_path / "run", model, vocab_size=270_000)
+    assert export.tried(saved).shape == (1, 62) and export.TRIED == 512
+    line = export.write(saved, tmp_path / "out")
+    assert re.fullmatch(r"log-probabilities under transformers \S+ differ by \d\.\de-0[5-9] at most", line)
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:

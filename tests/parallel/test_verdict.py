@@ -1,5 +1,6 @@
 """The one message that is made of what the ranks of a failed run report."""
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from torch.distributed import DistBackendError
 
 from megatron_allattn.parallel.collectives import PeerFailed, all_reduce
-from megatron_allattn.parallel.groups import make_groups
+from megatron_allattn.parallel.groups import make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
-from megatron_allattn.parallel.verdict import Report, kind_of, name_ranks, verdict, where_raised
+from megatron_allattn.parallel.verdict import Report, kind_of, name_ranks, verdict, where_now, where_raised
 from tests.support.pool import WorkerPools
 
 WAIT = timedelta(seconds=30)
@@ -140,3 +141,16 @@ def test_the_group_is_that_of_the_collective(pools: WorkerPools) -> None:
         "in a group [0, 1, 2]",
     ]
     assert third[4].startswith("at parallel/test_verdict.py:") and third[4].endswith("(<lambda>)")
+
+
+def test_a_thread_that_works_alone_is_told_by_itself() -> None:
+    """Whatever other threads wait for; one that has ended meanwhile is no error."""
+    groups, leave = single_process_groups(), threading.Event()
+    thread = threading.Thread(target=leave.wait)
+    thread.start()
+    assert thread.ident is not None
+    assert where_now(groups, thread.ident, alone=True).endswith(" (wait)")
+    leave.set()
+    thread.join()
+    assert where_now(groups, thread.ident, alone=True) == "at its end"
+    assert where_now(groups, threading.get_ident()).endswith(" (where_now)")

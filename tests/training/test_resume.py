@@ -271,10 +271,10 @@ def test_a_configuration_from_before_there_was_a_choice_means_the_window(alone: 
     assert read_config(tmp_path / "old", state).model.span_normalization == "span"
 
 
-def converted(source: RunConfig, target: Path, *, without: tuple[str, ...] = ("caches",), **state: Any) -> Path:
+def converted(run: RunConfig, target: Path, *, without: tuple[str, ...] = ("caches",), **state: Any) -> Path:
     """The last checkpoint of a run as a conversion would write it."""
-    assert source.checkpoint.save is not None
-    last, _ = folder.find_latest(source.checkpoint.save)
+    assert run.checkpoint.save is not None
+    last, _ = folder.find_latest(run.checkpoint.save)
     original = json.loads((last / "state.json").read_text())
     step = state.get("step", original["step"])
     temporary = folder.begin(target, step)
@@ -318,7 +318,7 @@ def test_a_converted_checkpoint_with_its_optimizers_state_has_the_settings_too(
     alone: RunConfig, tmp_path: Path
 ) -> None:
     """As of training here: another rate or precision is refused without --override, another batch is not."""
-    step_folder = converted(alone, tmp_path / "foreign")
+    step_folder = converted(alone, tmp_path / "foreign", source={"format": "shards"})
     other, (then, beta) = (
         replace(alone.optimizer, lr=0.5, adam_beta1=0.5),
         (alone.optimizer.lr, alone.optimizer.adam_beta1),
@@ -332,6 +332,8 @@ def test_a_converted_checkpoint_with_its_optimizers_state_has_the_settings_too(
         f"--load {step_folder}: was trained with {differences}; resume with the same values"
     )
     assert start(replace(run, checkpoint=replace(run.checkpoint, override=True))).step == 22
+    converted(alone, tmp_path / "paper", source={"format": "adaptive-span"})  # which says little of them
+    assert start(going_on(alone, tmp_path / "paper", tmp_path / "new", optimizer=other, training=training)).step == 22
     converted(alone, tmp_path / "begun", without=("caches", "optimizer"), step=0)
     assert start(going_on(alone, tmp_path / "begun", tmp_path / "other", optimizer=other, training=training)).step == 0
 
