@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.lock import RunLock
-from megatron_allattn.checkpoint.run_folder import FOLDER, METRICS, OUTCOME, has_saved, unwritable
+from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table
@@ -69,8 +69,6 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     if (why := given_up(lives, _limits(given), stop_asked=history.stop_asked)) is not None:
         history.end(number, "ended", why.reason)
         return _answer(why)
-    if job.starts_from_another and lives and not has_saved(job.run_folder):
-        _set_aside(job.run_folder, life)
     (job.run_folder / OUTCOME).unlink(missing_ok=True)  # so that one that is there afterwards is of this life
     (life / HEALTH).mkdir(exist_ok=True)
     _write_words(life / "arguments", job.of_life(given.signal_seconds))
@@ -175,13 +173,6 @@ def _wait_for_lock(run_folder: Path, seconds: float) -> UsageError | None:
                 _say(f"waiting: {error}")
                 told = True
             time.sleep(1.0)
-
-
-def _set_aside(run_folder: Path, life: Path) -> None:
-    """What a life that started from another run has left without a checkpoint: pretrain.py would take it for a run."""
-    for name in (METRICS, FOLDER):
-        if (run_folder / name).exists():
-            os.rename(run_folder / name, life / name)
 
 
 def _needs(job: arguments.Submitted) -> list[str]:

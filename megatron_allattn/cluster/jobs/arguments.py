@@ -42,11 +42,6 @@ class Submitted:
             words += [deadline, f"{minutes:g}"] if minutes < self.run.checkpoint.stop_deadline_minutes else []
         return tuple(words)
 
-    @property
-    def starts_from_another(self) -> bool:
-        """Whether its first life starts from another run's checkpoint."""
-        return self.run.checkpoint.load is not None and not self.run.checkpoint.goes_on
-
 
 def submitted(arguments: Sequence[str]) -> Submitted:
     """The arguments of pretrain.py that a job was submitted with. Raises UsageError: pretrain.py would refuse them, or

@@ -21,7 +21,7 @@ def test_a_life_goes_on_in_its_own_folder(tmp_path: Path) -> None:
 def test_another_run_to_start_from_holds_until_there_is_a_checkpoint(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     job = submitted(["--load", str(other), "--save", str(run), "--bf16"])
-    assert job.starts_from_another and job.of_life(660) == job.arguments
+    assert job.of_life(660) == job.arguments
     commit(begin(run, 5), 5)
     assert job.of_life(None) == ("--save", str(run), "--bf16", "--load", str(run))
 
