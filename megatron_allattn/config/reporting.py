@@ -31,6 +31,9 @@ EXIT_SECONDS = 10.0
 ENDS_FOR_ANOTHER = "ALLATTN_ENDS_FOR_ANOTHER"
 """The variable with the descriptor by which a rank tells what has started it that it ends because of another rank."""
 
+STOPPED = 3
+"""Exit code of a training that was asked to stop and has saved."""
+
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 

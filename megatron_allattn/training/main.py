@@ -21,7 +21,7 @@ from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import OUTCOME, End, Outcome, check_outside
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError, check_world
 from megatron_allattn.config.errors import as_mistake
-from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
+from megatron_allattn.config.reporting import GRACE_SECONDS, STOPPED, ends_for_another
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
@@ -34,7 +34,6 @@ from megatron_allattn.training.loop import train
 from megatron_allattn.training.own_folder import check_shared
 from megatron_allattn.training.session import Session, exit_code, open_session
 
-STOPPED = 3  # exit code
 SAVING_SLACK_SECONDS = 30.0
 """How much longer the collectives of a save wait than its section lasts, which says more when it is over."""
 

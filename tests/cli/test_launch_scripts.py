@@ -42,8 +42,8 @@ for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
 print("rank", rank, "is here", flush=True)
 if what == "raise":
     raise ValueError("this is it")
-if what == "exit3":
-    sys.exit(3)
+if what == "exit5":
+    sys.exit(5)
 if what == "kill":
     print("dying")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_every_rank_gets_the_arguments_byte_for_byte(way: Way, tmp_path: Path) -
 @pytest.mark.parametrize("way", ["torchrun", "mpich", "openmpi", "deepspeed hostfile"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("what", "words"), [("raise", "ValueError: this is it"), ("exit3", "code 3"), ("kill", "dying")]
+    ("what", "words"), [("raise", "ValueError: this is it"), ("exit5", "code 5"), ("kill", "dying")]
 )
 def test_a_rank_that_fails(way: Way, tmp_path: Path, rank: int, what: str, words: str) -> None:
     """Its last lines come last, after whatever the launcher prints; the code is not 0; nothing is left."""
@@ -151,7 +151,7 @@ def test_signals_reach_every_rank_and_leave_it_time(way: Way, tmp_path: Path, na
         told = (tmp_path / f"stopped_{rank}").read_text().split()
         assert told[0] in ("SIGTERM", "SIGUSR1") and "saved" in told
     if "HOSTFILE" not in way.variables:  # what comes over pdsh ends with it
-        assert "ended with exit code 3" in done.stderr and "SIGKILL" not in done.stderr
+        assert "asked to, with exit code 3" in done.stderr and "SIGKILL" not in done.stderr
 
 
 @pytest.mark.parametrize("way", ["torchrun", "mpich", "openmpi", "deepspeed hostfile"], indirect=True)

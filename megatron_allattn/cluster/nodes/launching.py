@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_allattn.cluster.nodes.rank_process import END, Collector, Ended
+from megatron_allattn.config.reporting import STOPPED
 
 STOP_SECONDS = 600.0
 """What ranks get to save and stop: as long as a training's own --stop-deadline-minutes."""
@@ -30,6 +31,7 @@ STOP_SECONDS = 600.0
 ALONE_SECONDS = 30.0
 """What a launcher gets to end by itself once a rank has failed: ranks that miss it say so and end within seconds."""
 
+AS_ASKED = f"launch: the ranks have stopped as they were asked to, with exit code {STOPPED}"
 POLL_SECONDS = 0.2
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SIGNAL = "--signal="
@@ -97,7 +99,7 @@ class Launching:
         code = self._launcher.wait()
         first = self._collector.first()
         if first is not None:
-            print(last_words(first), file=sys.stderr, flush=True)
+            print(AS_ASKED if self._collector.stopped() else last_words(first), file=sys.stderr, flush=True)
             code = code or (first.code if first.code > 0 else 128 - first.code)
         return code if code >= 0 else 128 - code
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from megatron_allattn.config.reporting import ENDS_FOR_ANOTHER
+from megatron_allattn.config.reporting import ENDS_FOR_ANOTHER, STOPPED
 from megatron_allattn.parallel.launcher import deepspeed_launcher
 
 MARK = "\x1erank-ended "
@@ -91,6 +91,10 @@ class Collector:
         """The rank that failed first: of those that nobody ended, else of those with their own words, else of all."""
         own = [one for one in self.ended if not one.for_another]
         return next((one for one in own if not one.signalled), next(iter(own or self.ended), None))
+
+    def stopped(self) -> bool:
+        """Whether all that have ended did as they were asked to, which is no failure."""
+        return all(one.code == STOPPED for one in self.ended)
 
 
 class RankProcess:

@@ -36,8 +36,8 @@ while what != "wait" and not (os.path.exists("here_0") and os.path.exists("here_
     time.sleep(0.02)
 if what == "raise":
     raise ValueError("this is it")
-if what == "exit3":
-    sys.exit(3)
+if what == "exit5":
+    sys.exit(5)
 if what == "kill":
     print("dying")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +81,7 @@ def launch(script: str, *arguments: str, code: str = "$code", after: str = "") -
     ("what", "how", "words"),
     [
         ("raise", "ended with exit code 1", "ValueError: this is it"),
-        ("exit3", "ended with exit code 3", "is here"),
+        ("exit5", "ended with exit code 5", "is here"),
         ("kill", "was killed by SIGKILL", "dying"),
     ],
 )
@@ -90,7 +90,7 @@ def test_the_last_lines_of_the_rank_that_failed_come_last(
     script: str, rank: int, what: str, how: str, words: str
 ) -> None:
     done = launch(script, f"{rank}:{what}")
-    expected = {"raise": 1, "exit3": 3, "kill": 128 + signal.SIGKILL}[what]
+    expected = {"raise": 1, "exit5": 5, "kill": 128 + signal.SIGKILL}[what]
     assert (done.returncode, done.left) == (expected, [])
     lines = done.stderr.splitlines()
     begin = lines.index(next(line for line in lines if line.startswith("launch: ")))
@@ -157,6 +157,7 @@ def test_signals_reach_the_ranks_once(script: str, name: str) -> None:
         done = program.wait(60)
     assert done.stdout.count(f"got {name}") == 2
     assert (done.returncode, done.left) == (3, [])
+    assert done.stderr.splitlines()[-1] == "launch: the ranks have stopped as they were asked to, with exit code 3"
 
 
 def test_usr1_as_sigterm_for_launchers_that_die_of_it(script: str) -> None:
