@@ -33,7 +33,7 @@ _PLATEAU = ("eval_interval", "eval_iters")  # when it is seen
 # Of that, what --override may change: neither what the state is made of, nor where its data goes on.
 _OVERRIDABLE = {"optimizer": {"optimizer"}, "training": {"seq_length", "global_batch_size", "seed"}}  # all but these
 UNKNOWN_TOKENS = (
-    "the checkpoint does not say what its ids mean (it was converted without --vocabulary): the data's tokenizer could "
+    "the checkpoint does not say what its ids mean (it was converted without a vocabulary): the data's tokenizer could "
     "not be compared with its own, only their sizes; if they differ, the loss means nothing"
 )
 
