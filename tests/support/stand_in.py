@@ -2,8 +2,8 @@
 
 `write` leaves a program that is Python in all but these two. Its training keeps to what the script builds on: it takes
 a step every 0.1 s, has a loss that follows from the step, saves every --save-interval steps and on SIGUSR1, goes on
-from the newest checkpoint, leaves outcome.json and exit codes. Its ranks do not know each other; the first one alone
-writes. A node that lacks a file of --need is unfit.
+from the newest checkpoint, leaves outcome.json and exit codes. A rank that gets SIGUSR2 is gone with exit code 0.
+Ranks do not know each other; the first one alone writes. A node that lacks a file of --need is unfit.
 """
 
 import sys
@@ -40,6 +40,7 @@ def check():
 def train():
     asked = []
     signal.signal(signal.SIGUSR1, lambda *_: asked.append("SIGUSR1"))
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
     run, last, every = pathlib.Path(after("--save")), int(after("--train-iters")), int(after("--save-interval", "0"))
     checkpoints, first = run / "checkpoints", os.environ["SLURM_PROCID"] == "0"
     lines = run / "metrics.jsonl"

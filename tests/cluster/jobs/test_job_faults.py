@@ -83,6 +83,23 @@ def test_a_rank_that_is_killed(scene: Scene, alone: Records) -> None:
     assert "rank 1 on n2: Killed" in job.output
 
 
+@only("stand-in")
+def test_a_rank_that_is_gone_early_without_an_error(scene: Scene) -> None:
+    """srun waits a minute for the others, which do not miss it here, and ends them."""
+    job = scene.submit(*TWO, flags=scene.flags(*ENDLESS))
+    job.until_step(EVERY + 5)
+    began = time.monotonic()
+    job.strike(1, signal.SIGUSR2)
+    job.until(lambda: len(job.endings) == 1)
+    assert 55 < time.monotonic() - began < PATIENCE
+    ((how, step),) = job.endings
+    assert how == "failed" and step >= EVERY, job.output
+    job.until_step(step + 1, life=2)
+    job.cancel()
+    assert job.ended() == "CANCELLED"
+    assert job.begins == [0, step]
+
+
 @only("pretrain")
 def test_a_rank_that_hangs(scene: Scene, alone: Records) -> None:
     """It is missed after the time-outs; srun kills it with the others."""
