@@ -13,25 +13,18 @@ finds it there, and the next save puts it back. Only names that this file makes 
 One process of a run calls `begin`, `commit` and `abort`; others may write files into the temporary folder in between.
 """
 
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from megatron_allattn.checkpoint.files import (
-    check_sha256,
-    check_size,
-    describes_file,
-    storage_errors,
-    write_json_atomic,
-    write_text_atomic,
-)
+from megatron_allattn.checkpoint.files import storage_errors, write_text_atomic
+from megatron_allattn.checkpoint.manifest import MANIFEST, Check, check_hashes, check_sizes, verify, write_manifest
 from megatron_allattn.checkpoint.run_folder import (
+    ASIDE_NAME,
     FOLDER,
     LATEST,
     MARKER,
@@ -39,20 +32,12 @@ from megatron_allattn.checkpoint.run_folder import (
     named_by_latest,
     run_around,
     step_name,
+    step_of,
 )
-from megatron_allattn.config.disk import sha256_of, sync_file, sync_folder
+from megatron_allattn.config.disk import sync_folder
 from megatron_allattn.config.errors import Unreadable, UsageError
-from megatron_allattn.config.json_files import parse_json, read_bytes
 
-FORMAT, VERSION = "megatron-allattn-checkpoint", 1
-MANIFEST = "manifest.json"
-Hashed = tuple[Path, str]
-"""A file, and the SHA-256 that it is to have."""
-Check = Callable[[Sequence[Hashed]], None]
-_OTHER = "name another step"
 _OLDER = "name an older step folder to take that"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
-_OWN_ASIDE = re.compile(rf"\.{STEP_NAME.pattern}\.old-[1-9][0-9]*")
 _OWN_TEMPORARY = re.compile(rf"\.({STEP_NAME.pattern})\.(tmp|old)-[1-9][0-9]*")
 
 
@@ -88,7 +73,7 @@ def commit(temporary: Path, step: int, *, replace: bool = False, hashes: Mapping
         if not replace and is_complete(final):
             raise FileExistsError(f"{final} is complete already")
         with storage_errors(final, 0):
-            digest = _write_manifest(temporary, step, hashes or {})
+            digest = write_manifest(temporary, step, hashes or {})
             if os.path.lexists(final):
                 # What is not ours (a user's file, link or folder) is kept under a name that is never deleted.
                 os.rename(final, aside if _is_ours(final) else _free_name(final, "set-aside"))
@@ -135,12 +120,6 @@ def told_if_gone(folder: Path) -> Iterator[None]:
         raise Gone(f"{folder}: {rule}; try again, or name a step that is kept") from error
 
 
-def check_hashes(files: Sequence[Hashed]) -> None:
-    """UsageError naming the first of these files that has another SHA-256, or cannot be read."""
-    for path, expected in files:
-        check_sha256(path, expected)
-
-
 def find_latest(run_folder: Path, *, check: Check | None = None, way_out: str | None = None) -> tuple[Path, list[str]]:
     """The newest complete step folder of a run, and one line for each entry that was passed over, with the reason.
 
@@ -169,7 +148,7 @@ def find_latest(run_folder: Path, *, check: Check | None = None, way_out: str | 
             continue
         if damaged is not None:
             raise damaged
-        if named is not None and named != step_name(_step_of(path)):
+        if named is not None and named != step_name(step_of(path)):
             skipped.append(f"{run_folder / LATEST}: it names {named!a}, but {path.name} is the newest complete step")
         return path, [*skipped, *others]
     skipped += others  # steps first: of many lines the error has the first
@@ -188,9 +167,9 @@ def _candidates(run_folder: Path) -> tuple[list[Path], list[str]]:
             steps.append(path)
         elif path != named:
             others.append(f"{path}: {reason}")
-    if named is not None and _step_of(named) not in map(_step_of, steps):
+    if named is not None and step_of(named) not in map(step_of, steps):
         steps.append(named)
-    return sorted(steps, key=lambda path: (_step_of(path), not path.name.startswith(".")), reverse=True), others
+    return sorted(steps, key=lambda path: (step_of(path), not path.name.startswith(".")), reverse=True), others
 
 
 def _step_named(run_folder: Path) -> Path | None:
@@ -215,7 +194,7 @@ def _was_complete(run_folder: Path, path: Path) -> bool:
     if (path / MARKER).exists():
         return True
     return path == _step_named(run_folder) and not any(
-        _OWN_ASIDE.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*")
+        ASIDE_NAME.fullmatch(one.name) for one in path.parent.glob(f".{path.name}.old-*")
     )
 
 
@@ -225,15 +204,15 @@ def set_aside_after(run_folder: Path, step_folder: Path) -> list[str]:
     parent, lines = run_folder / FOLDER, []
     for path in sorted(parent.iterdir()):
         is_step = _why_no_candidate(path) is None and _was_complete(run_folder, path)
-        if is_step and _step_of(path) > _step_of(step_folder):
+        if is_step and step_of(path) > step_of(step_folder):
             aside = _free_name(path.with_name(path.name.strip(".")), "damaged")
             with storage_errors(aside, 0):
                 os.rename(path, aside)
                 sync_folder(parent)
             lines.append(f"{path} is now {aside.name}, since that step will be made again; nothing deletes it")
     named = _step_named(run_folder)
-    if named is not None and _step_of(named) > _step_of(step_folder):
-        write_text_atomic(run_folder / LATEST, step_name(_step_of(step_folder)) + "\n")
+    if named is not None and step_of(named) > step_of(step_folder):
+        write_text_atomic(run_folder / LATEST, step_name(step_of(step_folder)) + "\n")
     return lines
 
 
@@ -241,22 +220,6 @@ def _free_name(path: Path, why: str) -> Path:
     """PATH.WHY-1, or with the first number that is not taken: what has once been put aside is never replaced."""
     names = (path.with_name(f"{path.name}.{why}-{number}") for number in count(1))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def verify(folder: Path, check: Check | None = check_hashes) -> dict[str, Any]:
-    """Check every byte of a step folder against its manifest, which is returned; sizes alone without a `check`.
-
-    Raises UsageError that names the file, what was expected and what was found: no or another marker, a file that is
-    missing, has another size or SHA-256, or a tensor file that the manifest does not list.
-    """
-    manifest = _read_manifest(folder)
-    _check_sizes(folder, manifest)
-    if check is not None:
-        check([(folder / name, entry["sha256"]) for name, entry in manifest["files"].items()])
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in manifest["files"]:
-            raise UsageError(f"{path}: expected no such file (the manifest does not list it), found one")
-    return manifest
 
 
 def retain(run_folder: Path, step: int, keep: int, every: int) -> list[str]:
@@ -274,7 +237,7 @@ def _retire(parent: Path, step: int, keep: int, every: int) -> list[str]:
     """Give the steps that `retain` does not keep names of temporary folders; a line for each that cannot have one."""
     lines = []
     own = [path for path in parent.iterdir() if STEP_NAME.fullmatch(path.name) and _why_no_candidate(path) is None]
-    steps = sorted(_step_of(path) for path in own if _step_of(path) <= step and _is_known_complete(path))
+    steps = sorted(step_of(path) for path in own if step_of(path) <= step and _is_known_complete(path))
     for old in steps[:-keep]:
         if not every or old % every:
             path = parent / step_name(old)
@@ -297,18 +260,6 @@ def _is_known_complete(path: Path) -> bool:
 
 def _why_left(path: Path, error: OSError) -> str:
     return f"{path} cannot be deleted ({error.filename}: {error.strerror}); remove it by hand"
-
-
-def _write_manifest(temporary: Path, step: int, hashes: Mapping[str, str]) -> str:
-    """Write the manifest of a folder whose files are on the disk from then on; returns the manifest's SHA-256."""
-    files = {}
-    for name in sorted(hashes.keys() | {path.name for path in temporary.iterdir()}):
-        path = temporary / name  # which another host may have written: a listing here may lack it, a look does not
-        if name not in hashes:
-            sync_file(path)
-        files[name] = {"bytes": path.stat().st_size, "sha256": hashes.get(name) or sha256_of(path)}
-    write_json_atomic(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, "files": files})
-    return sha256_of(temporary / MANIFEST)
 
 
 def _undo(temporary: Path, final: Path, aside: Path) -> None:
@@ -350,13 +301,8 @@ def _is_ours(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
 
 
-def _step_of(path: Path) -> int:
-    match = STEP_NAME.fullmatch(path.name) or _OWN_ASIDE.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
 def _why_no_candidate(path: Path) -> str | None:
-    step = _step_of(path)
+    step = step_of(path)
     if _OWN_TEMPORARY.fullmatch(path.name) and step < 0:
         return "left by a save that did not end"
     if step < 0:
@@ -368,55 +314,12 @@ def _why_no_candidate(path: Path) -> str | None:
 
 def _why_unusable(folder: Path, check: Check | None) -> str | None:
     try:
-        if check is not None:
-            verify(folder, check)
+        if check is None:
+            check_sizes(folder)
         else:
-            _check_sizes(folder, _read_manifest(folder))
+            verify(folder, check)
     except Unreadable:
         raise
     except (UsageError, FileNotFoundError) as error:
         return str(error).removeprefix("file ").removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
     return None
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, whose own SHA-256 the marker holds. Raises UsageError."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such checkpoint folder")
-    for name, why in ((MARKER, "its save did not end"), (MANIFEST, "it is not a whole checkpoint")):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder}: expected a file {name}, found none ({why})")
-    content = read_bytes("file", folder / MANIFEST, _OTHER)
-    marker = read_bytes("file", folder / MARKER, _OTHER, limit=1000)
-    expected, found = marker.decode(errors="replace").strip(), hashlib.sha256(content).hexdigest()
-    if expected != found:
-        raise UsageError(f"{folder / MANIFEST}: damaged: expected SHA-256 {expected} (from {MARKER}), found {found}")
-    manifest = parse_json("file", folder / MANIFEST, content, _OTHER)
-    if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        found = (
-            f"{manifest.get('format')} version {manifest.get('version')}" if isinstance(manifest, dict) else "no object"
-        )
-        raise UsageError(f"{folder / MANIFEST}: expected {FORMAT} version {VERSION}, found {found}")
-    if (step := _step_of(folder)) >= 0 and manifest.get("step") != step:
-        raise UsageError(
-            f"{folder / MANIFEST}: expected step {step} (from the folder's name), found {manifest.get('step')}"
-        )
-    _check_entries(folder, manifest.get("files"))
-    return manifest
-
-
-def _check_entries(folder: Path, files: Any) -> None:
-    """Plain names, each with a size and a hash: whoever wrote the manifest, nothing outside the folder is looked at."""
-    if not isinstance(files, dict):
-        raise UsageError(f"{folder / MANIFEST}: expected an object of files, found {type(files).__name__}")
-    for name, entry in files.items():
-        if not _FILE_NAME.fullmatch(name):
-            raise UsageError(f"{folder / MANIFEST}: expected names of files in this folder, found {name!r}")
-        entry = entry if isinstance(entry, dict) else {}
-        if not describes_file(entry):
-            raise UsageError(f"{folder / MANIFEST}: expected bytes and sha256 of {name}, found {entry!r}")
-
-
-def _check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    for name, entry in manifest["files"].items():
-        check_size(folder / name, entry["bytes"])

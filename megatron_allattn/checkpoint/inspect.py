@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_allattn.checkpoint.compare import differences, not_finite, places, state_differences
-from megatron_allattn.checkpoint.folder import MANIFEST, Damaged, Gone, check_hashes, find_latest, told_if_gone, verify
+from megatron_allattn.checkpoint.folder import Damaged, Gone, find_latest, told_if_gone
 from megatron_allattn.checkpoint.header import TensorInfo, read_header
+from megatron_allattn.checkpoint.manifest import MANIFEST, check_hashes, verify
 from megatron_allattn.checkpoint.run_folder import FOLDER, MARKER, STEP_NAME, run_around
 from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.config.json_files import MAX_STATE_BYTES, read_json_object

@@ -21,6 +21,7 @@ FOLDER, MARKER, LATEST = "checkpoints", "COMPLETE", "latest"
 CONFIG, METRICS, OBSERVATIONS = "config.json", "metrics.jsonl", "observations.jsonl"
 OUTCOME = "outcome.json"
 STEP_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+ASIDE_NAME = re.compile(rf"\.{STEP_NAME.pattern}\.old-[1-9][0-9]*")  # of one that is being replaced
 _LONGEST_NAME = 40  # characters that are read of a `latest`, which anybody may have written
 
 End = Literal["done", "stopped", "guard", "failed"]
@@ -64,6 +65,12 @@ def read_outcome(run_folder: Path) -> Outcome | None:
 def step_name(step: int) -> str:
     """The folder's name: step 100 is step_00000100."""
     return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The number of a step folder by its name, moved aside or not; -1: it is none's."""
+    match = STEP_NAME.fullmatch(path.name) or ASIDE_NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def prepare_run_folder(run_folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_allattn.checkpoint.files import check_sha256
-from megatron_allattn.checkpoint.folder import Hashed, check_hashes
+from megatron_allattn.checkpoint.manifest import Hashed, check_hashes
 from megatron_allattn.config.errors import Unreadable, UsageError
 from megatron_allattn.parallel.collectives import broadcast_object, gather_objects
 from megatron_allattn.parallel.groups import Group

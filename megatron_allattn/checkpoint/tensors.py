@@ -204,7 +204,7 @@ class TensorReader:
     """The tensors of FOLDER/PREFIX-*.safetensors, read one at a time.
 
     `names` lists them in the order they lie on the disk, `infos` has type, shape and size of each. UsageError: when a
-    file is missing from the numbering or damaged, or a name occurs twice (`folder.verify` looks at every byte).
+    file is missing from the numbering or damaged, or a name occurs twice (`manifest.verify` looks at every byte).
     """
 
     def __init__(self, folder: Path, prefix: str, *, finite: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.checkpoint import folder, save, shards, universal
+from megatron_allattn.checkpoint import folder, manifest, save, shards, universal
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, begun_from, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
@@ -51,7 +51,7 @@ class Change:
         return f"{flag(self.field)} {self.then} (now {self.now})"
 
 
-def find_checkpoint(run: RunConfig, check: folder.Check) -> tuple[Path | None, list[str]]:
+def find_checkpoint(run: RunConfig, check: manifest.Check) -> tuple[Path | None, list[str]]:
     """The newest step of --load, or that step itself; None where --load is --save and nothing has been saved: the run
     begins.
 

@@ -15,7 +15,8 @@ import torch
 
 from megatron_allattn.checkpoint import tensors
 from megatron_allattn.checkpoint.files import StorageError, write_json_atomic
-from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest, verify
+from megatron_allattn.checkpoint.folder import abort, begin, commit, find_latest
+from megatron_allattn.checkpoint.manifest import verify
 from tests.support.checkpoints import read_tensors, write_tensors_to
 from tests.support.forked import kill_before_call, run_forked
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_allattn.checkpoint import folder
 from megatron_allattn.checkpoint.conversion import Tensors, converted_state, read_run, write_run
+from megatron_allattn.checkpoint.manifest import verify
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.tensors import same_bits
 from megatron_allattn.config import ModelConfig, RunConfig, UsageError
@@ -104,7 +104,7 @@ def test_killed_at_any_point_there_is_no_run_or_a_whole_one(tmp_path: Path) -> N
         assert code == -signal.SIGKILL
         outcomes.append(output.exists())
         if output.exists():
-            folder.verify(read_run(output).step_folder)
+            verify(read_run(output).step_folder)
         else:
             _write(output)  # and the next one clears away what is left
             assert os.listdir(output.parent) == ["run"]

@@ -12,18 +12,9 @@ import pytest
 import torch
 
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.checkpoint.folder import (
-    Damaged,
-    abort,
-    begin,
-    check_hashes,
-    commit,
-    find_latest,
-    retain,
-    set_aside_after,
-    verify,
-)
+from megatron_allattn.checkpoint.folder import Damaged, abort, begin, commit, find_latest, retain, set_aside_after
 from megatron_allattn.checkpoint.lock import RunLock
+from megatron_allattn.checkpoint.manifest import check_hashes, verify
 from megatron_allattn.checkpoint.run_folder import check_outside, has_saved, prepare_run_folder, run_around
 from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import UsageError, unreadable
@@ -426,7 +417,7 @@ def test_a_step_that_may_not_be_read_is_not_deleted(tmp_path: Path, monkeypatch:
             )
         return read_bytes(what, path, *others, **limits)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("megatron_allattn.checkpoint.folder.read_bytes", fail)
+    monkeypatch.setattr("megatron_allattn.checkpoint.manifest.read_bytes", fail)
     for _ in range(2):
         assert retain(run, 3, 1, 0) == []
         assert _entries(run) == ["step_00000001", "step_00000003"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_allattn.checkpoint import folder
+from megatron_allattn.checkpoint import folder, manifest
 from megatron_allattn.checkpoint.compare import differences, not_finite, pieces, places, state_differences
 from megatron_allattn.checkpoint.files import write_json_atomic
 from megatron_allattn.checkpoint.folder import begin, commit
@@ -253,7 +253,7 @@ def test_a_step_that_its_run_deletes_meanwhile(
     run: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Path], Path], of_run: bool
 ) -> None:
     """The run saves step 13 and keeps one, as soon as step 12 has been found: the newest is looked for again."""
-    old, real = run / "checkpoints" / "step_00000012", folder.check_sha256
+    old, real = run / "checkpoints" / "step_00000012", manifest.check_sha256
 
     def deleting(path: Path, expected: str) -> None:
         if old.exists():
@@ -264,7 +264,7 @@ def test_a_step_that_its_run_deletes_meanwhile(
             assert folder.retain(run, 13, 1, 0) == []
         real(path, expected)
 
-    monkeypatch.setattr(folder, "check_sha256", deleting)
+    monkeypatch.setattr(manifest, "check_sha256", deleting)
     if of_run:
         assert look(run).name == "step_00000013"
     else:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint import folder, manifest, save
 from megatron_allattn.config import UsageError
 from megatron_allattn.data.streams import TokenStreams
 from megatron_allattn.engine.interface import Engine
@@ -72,7 +72,7 @@ def _resume(rank: int, world_size: int, case: Case, tokens: np.ndarray, vocab: i
     engine = build(case, vocab)
     streams = _streams(engine, tokens)
     step_folder, _ = folder.find_latest(run)
-    folder.verify(step_folder)
+    manifest.verify(step_folder)
     state = save.read_state(step_folder)
     streams.load_state(state["data"])
     save.load(step_folder, engine, state["cached_length"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_allattn.checkpoint import folder, shared_check
+from megatron_allattn.checkpoint import folder, manifest, shared_check
 from megatron_allattn.checkpoint.shared_check import with_shared_check
 from megatron_allattn.config.disk import sha256_of
 from megatron_allattn.config.errors import Unreadable, UsageError
@@ -42,7 +42,7 @@ def looked(rank: int, world_size: int, run: Path, fallback: bool, blind: int | N
             raise FileNotFoundError(2, "No such file or directory", str(path))
         original(path, expected)
 
-    def find(check: folder.Check) -> Path:
+    def find(check: manifest.Check) -> Path:
         return folder.find_latest(run, check=check, way_out=None if fallback else "ask")[0]
 
     original, shared_check.check_sha256 = shared_check.check_sha256, check
@@ -96,7 +96,7 @@ def slow(rank: int, world_size: int, run: Path) -> str | None:
         time.sleep(1.0)
         original(path, expected)
 
-    def find(check: folder.Check) -> Path:
+    def find(check: manifest.Check) -> Path:
         return folder.find_latest(run, check=check)[0]
 
     shared_check.check_sha256 = check

@@ -23,6 +23,7 @@ from megatron_allattn.checkpoint.compare import not_finite, pieces, places
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.checkpoint.header import ITEM_BYTES, TensorInfo, pack_header, read_header
 from megatron_allattn.checkpoint.inspect import inspect
+from megatron_allattn.checkpoint.manifest import MANIFEST, verify
 from megatron_allattn.checkpoint.run_folder import Outcome, read_outcome
 from megatron_allattn.checkpoint.tensors import DTYPE_NAMES, TensorReader
 from megatron_allattn.cluster.nodes.checks import Check, table
@@ -214,7 +215,7 @@ def a_step(run: Path) -> Path:
 
 def write_manifest(step: Path, content: bytes) -> None:
     """And a marker that fits."""
-    (step / folder.MANIFEST).write_bytes(content)
+    (step / MANIFEST).write_bytes(content)
     (step / folder.MARKER).write_text(hashlib.sha256(content).hexdigest())
 
 
@@ -223,12 +224,12 @@ def test_manifest(tmp_path: Path, count: int) -> None:
     """Its marker fits, whatever stands in it; nothing outside its folder is looked at."""
     step = a_step(tmp_path)
     (tmp_path / "checkpoints" / "outside").write_text("{}")
-    valid = json.loads((step / folder.MANIFEST).read_text())
+    valid = json.loads((step / MANIFEST).read_text())
     outside = {"files": {"../outside": {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}}
 
     def read(content: Any) -> None:
         write_manifest(step, json.dumps(content).encode())
-        assert set(folder.verify(step)["files"]) <= {"state.json"}
+        assert set(verify(step)["files"]) <= {"state.json"}
 
     with pytest.raises(UsageError, match=r"expected names of files in this folder, found '\.\./outside'"):
         read(valid | outside)
@@ -241,9 +242,9 @@ def test_manifest_of_other_bytes(tmp_path: Path, count: int) -> None:
 
     def read(content: bytes) -> None:
         write_manifest(step, content)
-        folder.verify(step)
+        verify(step)
 
-    fuzz(bytes_near((step / folder.MANIFEST).read_bytes()), read, count)
+    fuzz(bytes_near((step / MANIFEST).read_bytes()), read, count)
 
 
 @count_of_inputs
@@ -283,13 +284,13 @@ def test_state(tmp_path: Path, saved: SavedRun, count: int, kind: str) -> None:
     weights = saved.step_folder / "weights-00001.safetensors"
     (temporary / weights.name).write_bytes(weights.read_bytes())
     step = folder.commit(temporary, 2)
-    manifest = json.loads((step / folder.MANIFEST).read_text())
+    manifest = json.loads((step / MANIFEST).read_text())
 
     def read(content: bytes) -> None:
         (step / "state.json").write_bytes(content)
         entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps(manifest | {"files": manifest["files"] | {"state.json": entry}}).encode()
-        (step / folder.MANIFEST).write_bytes(text)
+        (step / MANIFEST).write_bytes(text)
         (step / folder.MARKER).write_text(hashlib.sha256(text).hexdigest())
         json.dumps(inspect(step).to_dict())
         check_whole(read_run(step))

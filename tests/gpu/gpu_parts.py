@@ -22,6 +22,7 @@ from megatron_allattn.benchmark.attention import AttentionCase, measure_attentio
 from megatron_allattn.benchmark.check import compare_backends
 from megatron_allattn.benchmark.profiles import read_profile
 from megatron_allattn.checkpoint import folder, save
+from megatron_allattn.checkpoint.manifest import check_hashes
 from megatron_allattn.config import (
     DataConfig,
     ModelConfig,
@@ -259,7 +260,7 @@ def checkpoint(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         going, loaded = (build(sizes.run, 256, device, torch.bfloat16) for _ in range(2))
         losses_of(going, text.train, sizes.beside)
         save.save(Path(path), sizes.beside, going, {})
-        step_folder, _ = folder.find_latest(Path(path), check=folder.check_hashes)
+        step_folder, _ = folder.find_latest(Path(path), check=check_hashes)
         save.load(step_folder, loaded, going.slots[0].length)
         losses = [losses_of(engine, text.train, sizes.beside) for engine in (loaded, going)]
     yield compare("checkpoint, next steps", *losses, SAME_PRECISION)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_allattn.checkpoint import folder, save, shards
+from megatron_allattn.checkpoint import folder, manifest, save, shards
 from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.save import read_config
 from megatron_allattn.config import ParallelConfig, RunConfig, UsageError
@@ -70,7 +70,7 @@ def start(run: RunConfig) -> Session:
     engine = PlainEngine(network, run, single_process_groups(), torch.device("cpu"), torch.float64, FusedOps("torch"))
     watch = Watch(engine.groups, 60.0)
     session = Session(run, dataset, streams, engine, Metrics(own), Observations(own), [], watch)
-    step_folder, _ = find_checkpoint(run, folder.check_hashes)
+    step_folder, _ = find_checkpoint(run, manifest.check_hashes)
     if step_folder is not None:
         check_resume(run, dataset, step_folder)
         session.resume(step_folder)
@@ -162,7 +162,7 @@ def test_a_part_of_a_run_is_no_new_run(alone: RunConfig) -> None:
     assert alone.checkpoint.save is not None
     part = alone.checkpoint.save / "checkpoints"
     with pytest.raises(UsageError, match=f"{part}: no checkpoint to load: .*; name the run folder {part.parent}$"):
-        find_checkpoint(replace(alone, checkpoint=CheckpointConfig(save=part, load=part)), folder.check_hashes)
+        find_checkpoint(replace(alone, checkpoint=CheckpointConfig(save=part, load=part)), manifest.check_hashes)
 
 
 def test_a_step_folder_may_be_named(alone: RunConfig, tmp_path: Path) -> None:
