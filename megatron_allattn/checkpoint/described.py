@@ -50,9 +50,12 @@ class Description:
         }
 
     def state(self, progress: Progress, source: dict[str, Any]) -> dict[str, Any]:
-        """state.json of the run folder that is made of it, but for its step; as `converted_state`."""
+        """state.json of the run folder that is made of it, but for its step; as `converted_state`.
+
+        It says that the run's settings are known, to which one that goes on from its optimizer's state is held.
+        """
         tokenizer = (self.tokenizer, self.tokenizer_sha256)
-        return converted_state(self.run, progress, self.vocab_size, *tokenizer, source)
+        return converted_state(self.run, progress, self.vocab_size, *tokenizer, {**source, "settings_known": True})
 
     @classmethod
     def from_dict(cls, path: Path, content: Any) -> Self:

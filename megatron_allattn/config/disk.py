@@ -3,7 +3,13 @@
 import errno
 import hashlib
 import os
+import time
 from pathlib import Path
+
+SEEN_SECONDS = 60.0
+"""What a file gets to be seen on another host: NFS looks anew after 3 to 60 s, mostly at once."""
+
+POLL_SECONDS = 0.1
 
 
 def sha256_of(path: Path) -> str:
@@ -31,3 +37,13 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def appears(path: Path, seconds: float) -> bool:
+    """Wait for what another host makes; whether it is there within `seconds`. Raises OSError: one may not look."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

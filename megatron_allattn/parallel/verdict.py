@@ -141,8 +141,8 @@ def where_now(groups: Groups, thread: int, *, alone: bool = False) -> str:
     """The group in which this process waits, on whichever thread (backward has its own on a GPU; on `thread` itself if
     that works `alone`), or else the line at which `thread` is."""
     stacks = {key: list(_outwards(frame)) for key, frame in sys._current_frames().items()}
-    own = stacks.get(thread)
-    waiting = (_waiting(stack, groups) for stack in ([own or []] if alone else stacks.values()))
+    own = stacks.get(thread, [])
+    waiting = (_waiting(stack, groups) for stack in ([own] if alone else stacks.values()))
     found = next((found for found in waiting if found), None)
     return found or (_line(own[0], groups) if own else "at its end")
 

@@ -4,7 +4,6 @@ same folder for every rank."""
 import os
 import re
 import socket
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,14 @@ from megatron_allattn.checkpoint.run_folder import (
     begun_from,
     has_saved,
     prepare_run_folder,
+    unwritable,
 )
 from megatron_allattn.config import RunConfig, usage_error
+from megatron_allattn.config.disk import SEEN_SECONDS, appears
 from megatron_allattn.parallel.collectives import broadcast_object
 from megatron_allattn.parallel.groups import Group
 from megatron_allattn.training.pace import PACE
 
-SEEN_SECONDS = 60.0
-"""What a file gets to be seen on another host: NFS looks anew after 3 to 60 s, mostly at once."""
-
-POLL_SECONDS = 0.1
 _SIGN = re.compile(r"\.sign\.tmp-[0-9a-f]{32}(-[0-9]+)?")
 
 
@@ -87,23 +84,24 @@ def check_shared(run_folder: Path, world: Group, agreed: Callable[[Callable[[], 
 
 
 def _make(sign: Path) -> None:
-    """And remove those of starts that were killed."""
-    for old in sign.parent.iterdir():
-        if _SIGN.fullmatch(old.name):
-            old.unlink()
-    sign.touch()
+    """And remove those of starts that were killed. Raises UsageError."""
+    try:
+        for old in sign.parent.iterdir():
+            if _SIGN.fullmatch(old.name):
+                old.unlink()
+        sign.touch()
+    except OSError as error:
+        raise unwritable(sign.parent, error) from error
 
 
 def look_for(sign: Path, run_folder: Path, rank: int, seconds: float) -> None:
     """Raises UsageError: a file that the first rank has made is not seen here so long after, or none can be made."""
     place, own = f"rank {rank} on {socket.gethostname()}", sign.with_name(f"{sign.name}-{rank}")
-    deadline, fix = time.monotonic() + seconds, "name a folder that every host sees, and may write"
+    fix = "name a folder that every host sees, and may write"
     try:
-        while not sign.exists():
-            if time.monotonic() > deadline:
-                rule = f"is not the folder of rank 0 on {place}: a file made there is not seen after {seconds:g} s"
-                raise usage_error("--save", run_folder, rule, fix)
-            time.sleep(POLL_SECONDS)
+        if not appears(sign, seconds):
+            rule = f"is not the folder of rank 0 on {place}: a file made there is not seen after {seconds:g} s"
+            raise usage_error("--save", run_folder, rule, fix)
         own.touch()
         own.unlink()
     except OSError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_allattn.checkpoint import folder, manifest, save, shards, universal
+from megatron_allattn.checkpoint import folder, manifest, save
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import METRICS, OBSERVATIONS, begun_from, has_saved, run_around
 from megatron_allattn.checkpoint.tensors import TensorReader
@@ -23,15 +23,12 @@ from megatron_allattn.data.dataset import Dataset
 from megatron_allattn.data.tokenizers import difference, tokenizer_from_json
 from megatron_allattn.training.metrics import drop_records_after
 
-# What a run must be resumed with, by section of the configuration; None: with all of it.
-_Fixed = dict[str, tuple[str, ...] | None]
-_TRAINING = ("seq_length", "global_batch_size", "seed", "bf16", "fp16")
-_FIXED: _Fixed = {"model": None, "optimizer": None, "training": _TRAINING}
-_FIXED_WHEN_CONVERTED: _Fixed = {**_FIXED, "training": ("bf16", "fp16")}
-_FIXED_WHEN_UNSAID: _Fixed = {"model": None, "optimizer": ("optimizer",)}
+_PRECISION = ("bf16", "fp16")
+_BATCHES = ("seq_length", "global_batch_size", "seed")
 _PLATEAU = ("eval_interval", "eval_iters")  # when it is seen
-# Of that, what --override may change: neither what the state is made of, nor where its data goes on.
-_OVERRIDABLE = {"optimizer": {"optimizer"}, "training": {"seq_length", "global_batch_size", "seed"}}  # all but these
+# Of what a run must be resumed with (`_fixed`), --override may change neither what the state is made of, nor where its
+# data goes on.
+_OVERRIDABLE_BUT = {"optimizer": {"optimizer"}, "training": set(_BATCHES)}
 UNKNOWN_TOKENS = (
     "the checkpoint does not say what its ids mean (it was converted without a vocabulary): the data's tokenizer could "
     "not be compared with its own, only their sizes; if they differ, the loss means nothing"
@@ -91,8 +88,7 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
     Progress.of(step_folder / "state.json", state, state["step"], run)
     then, now = save.read_config(step_folder, state).to_dict(), run.to_dict()
     converted, style = is_converted(state), run.optimizer.lr_decay_style
-    source = state.get("source") or {}
-    unsaid = converted and (state["step"] == 0 or source.get("format") not in (shards.FORMAT, universal.FORMAT))
+    unsaid = converted and (state["step"] == 0 or not (state.get("source") or {}).get("settings_known"))
     changes = [
         Change(name, then[section][name], now[section][name], _is_overridable(section, name))
         for section, names in _fixed(converted, unsaid, style).items()
@@ -110,15 +106,16 @@ def check_resume(run: RunConfig, dataset: Dataset, step_folder: Path) -> list[Ch
     return changes
 
 
-def _fixed(converted: bool, unsaid: bool, style: str) -> _Fixed:
+def _fixed(converted: bool, unsaid: bool, style: str) -> dict[str, tuple[str, ...] | None]:
+    """What a run must be resumed with, by section of the configuration; None: with all of it."""
     if unsaid:
-        return _FIXED_WHEN_UNSAID
-    fixed = _FIXED_WHEN_CONVERTED if converted else _FIXED
-    return {**fixed, "training": (*(fixed["training"] or ()), *_PLATEAU)} if style == "plateau" else fixed
+        return {"model": None, "optimizer": ("optimizer",)}
+    training = _PRECISION + (() if converted else _BATCHES) + (_PLATEAU if style == "plateau" else ())
+    return {"model": None, "optimizer": None, "training": training}
 
 
 def _is_overridable(section: str, name: str) -> bool:
-    return section in _OVERRIDABLE and name not in _OVERRIDABLE[section]
+    return section in _OVERRIDABLE_BUT and name not in _OVERRIDABLE_BUT[section]
 
 
 def _refuse_changes(changes: list[Change], step_folder: Path, *, override: bool) -> None:

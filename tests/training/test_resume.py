@@ -318,11 +318,9 @@ def test_a_converted_checkpoint_with_its_optimizers_state_has_the_settings_too(
     alone: RunConfig, tmp_path: Path
 ) -> None:
     """As of training here: another rate or precision is refused without --override, another batch is not."""
-    step_folder = converted(alone, tmp_path / "foreign", source={"format": "shards"})
-    other, (then, beta) = (
-        replace(alone.optimizer, lr=0.5, adam_beta1=0.5),
-        (alone.optimizer.lr, alone.optimizer.adam_beta1),
-    )
+    step_folder = converted(alone, tmp_path / "foreign", source={"format": "shards", "settings_known": True})
+    then, beta = alone.optimizer.lr, alone.optimizer.adam_beta1
+    other = replace(alone.optimizer, lr=0.5, adam_beta1=0.5)
     training = replace(alone.training, bf16=True, global_batch_size=2)
     run = going_on(alone, tmp_path / "foreign", tmp_path / "new", optimizer=other, training=training)
     differences = f"--lr {then} (now 0.5), --adam-beta1 {beta} (now 0.5), --bf16 False (now True)"

@@ -23,8 +23,9 @@ from megatron_allattn.cluster.nodes.compare import Judgement, decide, judge
 from megatron_allattn.cluster.nodes.judging import clock_checks, counted, group_checks, link_checks, rate_checks
 from megatron_allattn.cluster.nodes.local import Asked, NodeReport, examine, renamed
 from megatron_allattn.cluster.nodes.places import Places, own_place
-from megatron_allattn.cluster.nodes.shared import SEEN_SECONDS, shared_checks
+from megatron_allattn.cluster.nodes.shared import shared_checks
 from megatron_allattn.config import ParallelConfig, UsageError
+from megatron_allattn.config.disk import SEEN_SECONDS
 from megatron_allattn.config.rules import check_replicas
 from megatron_allattn.parallel import discovery, probes
 from megatron_allattn.parallel.collectives import broadcast_object, gather_objects

@@ -10,13 +10,10 @@ from pathlib import Path
 from megatron_allattn.cluster.nodes.checks import Check
 from megatron_allattn.cluster.nodes.places import Places
 from megatron_allattn.cluster.nodes.storage import NAME, PREFIX, put, remove
+from megatron_allattn.config.disk import POLL_SECONDS, SEEN_SECONDS, appears
 from megatron_allattn.parallel.collectives import broadcast_object, gather_objects
 from megatron_allattn.parallel.groups import Group
 
-SEEN_SECONDS = 30.0
-"""What a file that has been renamed gets to be seen elsewhere: NFS looks anew after 3 to 60 s, mostly at once."""
-
-POLL_SECONDS = 0.1
 FIRST, SECOND = b"first", b"second"  # what a file holds before and after it is renamed over
 
 
@@ -44,8 +41,7 @@ def shared_checks(folder: Path, places: Places, world: Group, seconds: float = S
 def _look(meeting: Path, world: Group, seconds: float) -> Sequence[tuple[str, float]]:
     """What went wrong on each rank (nothing: empty), and how long it waited to see what others had written."""
     mine = _file(meeting, world.rank)
-    visible, waited = _appears(meeting, seconds)
-    trouble = "" if visible else f"a folder that rank 0 made there was not seen within {seconds:g} s"
+    trouble, waited = _meet(meeting, seconds)
     trouble = trouble or _try(lambda: put(mine, _content(FIRST, world.rank)))
     troubles = gather_objects(trouble, world)
     if not any(troubles):
@@ -58,13 +54,14 @@ def _look(meeting: Path, world: Group, seconds: float) -> Sequence[tuple[str, fl
     return found
 
 
-def _appears(path: Path, seconds: float) -> tuple[bool, float]:
+def _meet(meeting: Path, seconds: float) -> tuple[str, float]:
     begin = time.monotonic()
-    while not path.is_dir():
-        if time.monotonic() - begin > seconds:
-            return False, seconds
-        time.sleep(POLL_SECONDS)
-    return True, time.monotonic() - begin
+    try:
+        seen = appears(meeting, seconds)
+    except OSError as error:
+        return _told(error), 0.0
+    trouble = "" if seen else f"a folder that rank 0 made there was not seen within {seconds:g} s"
+    return trouble, time.monotonic() - begin
 
 
 def _read_all(meeting: Path, world: Group, seconds: float) -> tuple[str, float]:
@@ -116,8 +113,12 @@ def _try(action: object) -> str:
     try:
         action()
     except OSError as error:
-        return f"{error.strerror} ({error.filename})"
+        return _told(error)
     return ""
+
+
+def _told(error: OSError) -> str:
+    return f"{error.strerror} ({error.filename})"
 
 
 def _check(folder: Path, node: str, trouble: str, good: str = "") -> Check:

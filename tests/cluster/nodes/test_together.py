@@ -178,7 +178,9 @@ def _shared(rank: int, world_size: int, folder: Path, broken: str) -> list[Any]:
     groups = _groups(world_size, 1, 1)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3 and broken == "own":
-            patch.setattr(Path, "is_dir", lambda self: False)
+            patch.setattr(Path, "exists", lambda self: False)
+        if rank == 3 and broken == "denied":
+            patch.setattr(Path, "exists", _denied)
         if rank == 3 and broken == "rename":
             real = shared.put
             patch.setattr(
@@ -191,6 +193,10 @@ def _shared(rank: int, world_size: int, folder: Path, broken: str) -> list[Any]:
         return shared.shared_checks(folder, FOUR, groups.world, seconds=2.0 if broken == "late" else 0.5)
 
 
+def _denied(path: Path) -> bool:
+    raise OSError(13, "Permission denied", str(path))
+
+
 def _read_only(path: Path, content: bytes) -> None:
     raise OSError(30, "Read-only file system", str(path))
 
@@ -201,6 +207,7 @@ def _read_only(path: Path, content: bytes) -> None:
         ("", [], ""),
         ("late", [], ""),
         ("own", ["n4"], "a folder that rank 0 made there was not seen within 0.5 s"),
+        ("denied", ["n4"], "Permission denied"),
         ("write", ["n4"], "Read-only file system"),
         (
             "rename",
