@@ -35,6 +35,7 @@ from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
+from megatron_allattn.parallel.addresses import free_port
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.reference import CaseReport, verify_case
@@ -130,7 +131,7 @@ def verify(replay: Replay) -> list[CaseReport]:
     if replay.size == 1 and replay.engine == "plain":
         return verify_all(replay, single_process_groups(), torch.device(replay.device))
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (discovery.free_port(), os.getpid(), replay, results)
+    arguments = (free_port(), os.getpid(), replay, results)
     with without_interrupts():
         ranks = torch.multiprocessing.spawn(_rank, arguments, nprocs=replay.size, join=False, daemon=True)
     while not ranks.join():

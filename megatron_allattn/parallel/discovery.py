@@ -9,16 +9,13 @@ The first that is present decides. Variables that are partial or contradict each
 hang the other ranks.
 """
 
-import errno
 import os
-import random
 import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,18 +23,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_allattn.config.errors import UsageError, usage_error
-from megatron_allattn.parallel import meeting
+from megatron_allattn.parallel import meeting, mpi_place
+from megatron_allattn.parallel.addresses import LOOPBACK, PORTS, LaunchError, free_port, in_use_message
 from megatron_allattn.parallel.collectives import PeerFailed
 from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-LOOPBACK = "127.0.0.1"
 MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
-PORTS = range(12_000, 32_000)  # below those that Linux gives to any connection that comes first
-
-
-class LaunchError(RuntimeError):
-    """The ranks could not be brought together (one line: address, port, cause, way out)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +62,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> RankInfo:
         master_port=free_port(),
         source="single",
     )
-
-
-def free_port() -> int:
-    """A TCP port of PORTS that nothing on this machine uses right now. Raises LaunchError: none was found."""
-    for port in random.SystemRandom().sample(PORTS, 1000):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind((LOOPBACK, port))
-            return port
-    raise LaunchError(f"{LOOPBACK}: no free port from {PORTS[0]} to {PORTS[-1]} was found; set MASTER_PORT to one")
 
 
 def select_device(info: RankInfo) -> torch.device:
@@ -150,29 +133,12 @@ def _give_up(info: RankInfo, timeout: float) -> None:
 def _launch_message(info: RankInfo, timeout: float, error: Exception) -> str:
     where = f"{info.master_addr}:{info.master_port}"
     if "EADDRINUSE" in str(error):
-        return _in_use_message(info)
+        return in_use_message(info.master_addr, info.master_port)
     cause = str(error).strip().partition("\n")[0]
     return (
         f"rank {info.rank} of {info.world_size}: the ranks did not meet at {where} within {timeout:g} s ({cause}); "
         "check MASTER_ADDR and MASTER_PORT, that every rank was started, and the time-out"
     )
-
-
-def _in_use_message(info: RankInfo) -> str:
-    return (
-        f"address {info.master_addr}, port {info.master_port}: the port is in use on this host; choose another: "
-        "MASTER_PORT=N in the environment (deepspeed --master_port N, torchrun --master-port N)"
-    )
-
-
-def _in_use(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch.distributed does
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
 
 
 def _from_environment(environ: Mapping[str, str]) -> RankInfo:
@@ -209,39 +175,28 @@ def _from_environment(environ: Mapping[str, str]) -> RankInfo:
 def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> RankInfo:
     expected_size = _integer(environ, size_name)
     try:
-        from mpi4py import MPI  # noqa: PLC0415 - loading it starts MPI
-    except (ImportError, RuntimeError) as error:
+        found = mpi_place.ask(environ, environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 0))
+    except ImportError as error:
         raise UsageError(
             f"{rank_name}={environ[rank_name]}: started by MPI, but mpi4py cannot be used ({error}); pip install "
             "mpi4py for the MPI that mpirun belongs to, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         ) from error
-    world = MPI.COMM_WORLD
-    rank, world_size = world.Get_rank(), world.Get_size()
-    if world_size != expected_size:
+    if found.world_size != expected_size:
         raise UsageError(
-            f"{size_name}={expected_size}: mpi4py sees {world_size} rank(s): it was built for another MPI; "
+            f"{size_name}={expected_size}: mpi4py sees {found.world_size} rank(s): it was built for another MPI; "
             "use the mpirun of the MPI that mpi4py loads"
         )
-    host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if host.Get_size() == world_size else _own_address())
-    port = _integer(environ, "MASTER_PORT", free_port())
-    # mpirun does not end the other ranks when the first one fails after MPI.Finalize: they have to hear of it here.
-    in_use = _in_use(port) if rank == 0 else False
-    address, port, in_use = world.bcast((address, port, in_use), root=0)
-    info = RankInfo(
-        rank=rank,
-        world_size=world_size,
-        local_rank=host.Get_rank(),
-        local_world_size=host.Get_size(),
-        master_addr=address,
-        master_port=port,
+    if found.trouble:
+        raise LaunchError(found.trouble) if found.rank == 0 else PeerFailed(0, 1)
+    return RankInfo(
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+        master_addr=found.master_addr,
+        master_port=found.master_port,
         source="mpi",
     )
-    host.Free()
-    MPI.Finalize()  # now, together: at exit it would make a rank that fails wait for the others
-    if in_use:
-        raise LaunchError(_in_use_message(info)) if rank == 0 else PeerFailed(0, 1)
-    return info
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
@@ -321,19 +276,3 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if not re.fullmatch(r"-?\d+", text):
         raise usage_error(name, repr(text), "not a whole number", "correct the launch command")
     return int(text)
-
-
-def _own_address() -> str:
-    """An address of this host that others can reach: the one its name or its default route stands for."""
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = LOOPBACK
-    if address.startswith("127."):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("10.255.255.255", 1))  # a datagram socket: looks up the route, sends nothing
-                address = str(probe.getsockname()[0])
-            except OSError as error:
-                raise LaunchError(f"no network address of this host is known ({error}); set MASTER_ADDR") from error
-    return address

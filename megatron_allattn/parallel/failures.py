@@ -40,8 +40,8 @@ import torch.distributed as dist
 
 from megatron_allattn.config.errors import one_line
 from megatron_allattn.config.reporting import GRACE_SECONDS, ends_for_another
+from megatron_allattn.parallel.addresses import LaunchError
 from megatron_allattn.parallel.board import Board, Silent
-from megatron_allattn.parallel.discovery import LaunchError
 from megatron_allattn.parallel.groups import Groups
 from megatron_allattn.parallel.launcher import deepspeed_launcher
 from megatron_allattn.parallel.verdict import Report, kind_of, place, told, verdict, where_now, where_raised

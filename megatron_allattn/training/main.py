@@ -25,6 +25,7 @@ from megatron_allattn.config.reporting import GRACE_SECONDS, STOPPED, ends_for_a
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
+from megatron_allattn.parallel.addresses import LaunchError
 from megatron_allattn.parallel.collectives import PeerFailed, agree, gather_objects
 from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
@@ -71,7 +72,7 @@ def as_rank(
         check(info.world_size)
         groups, device = (meet or _meet)(info, parallel)
     except Exception as error:
-        return report_error(error, first=info.rank == 0 or isinstance(error, discovery.LaunchError))
+        return report_error(error, first=info.rank == 0 or isinstance(error, LaunchError))
     watch = Watch(groups, 60 * parallel.distributed_timeout_minutes)
     try:
         with watch:
@@ -186,7 +187,7 @@ def report_error(error: BaseException, *, first: bool) -> int:
 
 def _says_all(error: BaseException) -> bool:
     """Whether its message is all that is to be said, without a traceback."""
-    return isinstance(error, UsageError | StorageError | Drift | NotFinite | discovery.LaunchError | KeyboardInterrupt)
+    return isinstance(error, UsageError | StorageError | Drift | NotFinite | LaunchError | KeyboardInterrupt)
 
 
 class _LastWords:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_allattn.parallel.discovery import free_port
+from megatron_allattn.parallel.addresses import free_port
 from tests.cli.test_launchers import ARGUMENTS
 from tests.support.commands import BIN, MARK, ROOT, Finished, Program, environment, marked, run
 from tests.support.loopback import HOSTS, LoopbackHosts, loopback_hosts, missing_programs, open_mpi

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_allattn.cluster.nodes import devices
-from megatron_allattn.parallel.discovery import free_port
+from megatron_allattn.parallel.addresses import free_port
 from tests.support.commands import ROOT, Finished, Program, environment, world
 from tests.support.layouts import rest
 from tests.support.template import Template

@@ -45,6 +45,7 @@ from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel import discovery
+from megatron_allattn.parallel.addresses import free_port
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.reference import verify_case
@@ -392,7 +393,7 @@ def zero(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     except ImportError as error:
         yield Row("DeepSpeed ZeRO 0-3", "left out", f"deepspeed cannot be imported ({error})")
         return
-    port = discovery.free_port()
+    port = free_port()
     info = discovery.RankInfo(
         rank=0,
         world_size=1,

@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.parallel.discovery import (
-    PORTS,
-    RankInfo,
-    discover,
-    first_host,
-    free_port,
-    select_device,
-    tasks_on_node,
-)
+from megatron_allattn.parallel.addresses import PORTS, LaunchError, free_port
+from megatron_allattn.parallel.discovery import RankInfo, discover, select_device
+from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 from tests.support.template import ROOT
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "PYTEST_")
@@ -125,11 +119,15 @@ def test_the_shell_of_a_batch_job_is_a_single_process():
     assert (_numbers(discover(batch)), discover(batch).source) == ((0, 1, 0, 1), "single")
 
 
-def test_srun_with_pmi_needs_no_mpi_but_mpirun_within_a_step_does(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it fails
-    assert discover({**STEP, "PMI_RANK": "5", "PMI_SIZE": "7"}).source == "srun"
-    with pytest.raises(UsageError, match=r"^PMI_RANK=1: started by MPI, but mpi4py cannot be used"):
-        discover({**STEP, "PMI_RANK": "1", "PMI_SIZE": "4"})
+def test_srun_with_pmi_needs_no_mpi_but_mpirun_within_a_step_does(tmp_path: Path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
+    broken = {**STEP, "PYTHONPATH": str(tmp_path)}
+    assert discover({**broken, "PMI_RANK": "5", "PMI_SIZE": "7"}).source == "srun"
+    with pytest.raises(UsageError, match=r"^PMI_RANK=1: started by MPI, but mpi4py cannot be used \(no MPI here\)"):
+        discover({**broken, "PMI_RANK": "1", "PMI_SIZE": "4"})
+    (tmp_path / "mpi4py.py").write_text("import os; os._exit(7)")
+    with pytest.raises(LaunchError, match=r"^mpi4py: MPI ended with exit code 7 before it had told this process its"):
+        discover({**broken, "PMI_RANK": "1", "PMI_SIZE": "4"})
     with pytest.raises(UsageError, match=r"^OMPI_COMM_WORLD_SIZE is not set"):
         discover({"OMPI_COMM_WORLD_RANK": "1"})
 
@@ -192,7 +190,8 @@ SCRIPT = """
 import json, os, sys
 import torch, torch.distributed as dist
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.parallel.discovery import LaunchError, discover, initialize, select_device
+from megatron_allattn.parallel.addresses import LaunchError
+from megatron_allattn.parallel.discovery import discover, initialize, select_device
 folder, timeout = sys.argv[1:]
 try:
     info = discover()
@@ -295,15 +294,38 @@ def test_launch_with_torchrun(launches: Launches):
     launches.check(2, "environment")
 
 
-def test_launch_with_mpirun(launches: Launches):
+@pytest.fixture
+def mpirun() -> str:
+    """That of the MPI which was installed from PyPI beside mpi4py."""
     pytest.importorskip("mpi4py", reason="ranks under mpirun are found through mpi4py")
-    mpirun = Path(sys.executable).parent / "mpirun"  # of the MPI that was installed from PyPI beside mpi4py
-    if not mpirun.exists():
-        pytest.skip(f"no {mpirun}")
-    command = [str(mpirun), "-n", "2", sys.executable, *launches.arguments, "60"]
-    code, output = _wait(launches.start(command))
+    path = Path(sys.executable).parent / "mpirun"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    return str(path)
+
+
+def test_launch_with_mpirun(launches: Launches, mpirun: str):
+    code, output = _wait(launches.start([mpirun, "-n", "2", sys.executable, *launches.arguments, "60"]))
     assert code == 0, output
     launches.check(2, "mpi")
+
+
+EARLY = """
+import os, pathlib, sys, time
+from megatron_allattn.parallel import mpi_place
+place = mpi_place.ask(os.environ, "", 0)
+time.sleep(2 * place.rank)
+pathlib.Path(sys.argv[1], f"done_{place.rank}").touch()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_done_early_under_mpirun_does_not_end_the_others(launches: Launches, mpirun: str):
+    """It ends without C's exit handlers, as a training does, and MPICH's launcher takes no offence."""
+    command = [mpirun, "-n", "2", sys.executable, "-c", EARLY, str(launches.folder)]
+    code, output = _wait(launches.start(command))
+    assert (code, output) == (0, "")
+    assert {path.name for path in launches.folder.glob("done_*")} == {"done_0", "done_1"}
 
 
 def test_a_single_process(launches: Launches):

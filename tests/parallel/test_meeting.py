@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_allattn.parallel.discovery import free_port
+from megatron_allattn.parallel.addresses import free_port
 from megatron_allattn.parallel.meeting import Arrival, Missing, missing_words, open_store, spans, wait_for_all
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 
 from megatron_allattn.data.corpora import files_corpus
 from megatron_allattn.data.prepare import Preparation, prepare
-from megatron_allattn.parallel.discovery import free_port
+from megatron_allattn.parallel.addresses import free_port
 from tests.support.template import ROOT, Child, Template
 
 BIN = Path(sys.executable).parent

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_allattn.parallel.discovery import free_port
+from megatron_allattn.parallel.addresses import free_port
 from tests.support.commands import environment
 
 HOSTS = ("127.0.0.1", "127.0.0.2")

@@ -25,6 +25,7 @@ from megatron_allattn.cluster.nodes.storage import storage_check
 from megatron_allattn.cluster.nodes.versions import versions
 from megatron_allattn.config.errors import usage_error
 from megatron_allattn.config.json_files import read_json_object
+from megatron_allattn.parallel.addresses import listen_error
 from megatron_allattn.parallel.nodelist import expand_nodes
 
 FORMAT = 1
@@ -199,14 +200,8 @@ def port_check(node: str, port: int, environ: Mapping[str, str]) -> Check:
     name, listed = f"port {port}", environ.get("SLURM_JOB_NODELIST")
     if listed and not same_node(first := expand_nodes(listed)[0], node):
         return Check(name=name, node=node, status="unchecked", found=f"ranks meet on {first}")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch.distributed does
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            way = "choose another with MASTER_PORT, or end what has it (`ss -ltnp` tells)"
-            why = f"{error.strerror}"
-            return Check(
-                name=name, node=node, status="fault", found=why, asked="free for the ranks to meet", way_out=way
-            )
-    return Check(name=name, node=node, status="ok", found="free", asked="free for the ranks to meet")
+    asked = "free for the ranks to meet"
+    if (error := listen_error(port)) is not None:
+        way = "choose another with MASTER_PORT, or end what has it (`ss -ltnp` tells)"
+        return Check(name=name, node=node, status="fault", found=f"{error.strerror}", asked=asked, way_out=way)
+    return Check(name=name, node=node, status="ok", found="free", asked=asked)
