@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
+from tests.support.template import ROOT
 
 LAYOUT = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "16"]
 TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --persistent-memory-size 16 --max-attention-span 64
@@ -105,3 +106,14 @@ def test_flags_of_a_dry_run_are_checked(argv: list[str], message: str, capsys: p
     recipe = ["--recipe", "demo"] if "--gpu" in argv else []
     assert pretrain.main([*recipe, *argv]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/dry_run.md").read_text()
+    shown = [block.partition("```")[0] for block in page.split("```text\n")[1:]]
+    job = ["--recipe", "allattn-1.3b", "--dry-run", "--world-size", "64", "--gpus-per-node", "8", "--gpu", "h100-80"]
+    assert pretrain.main([*job, *LAYOUT[:4], "--micro-batch-size", "4"]) == 0
+    assert capsys.readouterr().out == shown[0]
+    too_much = ["--no-adaptive-span", "--global-batch-size", "16384", "--micro-batch-size", "1"]
+    assert pretrain.main([*job, *too_much]) == 2
+    assert capsys.readouterr().err == shown[1]

@@ -91,3 +91,12 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], said: str, plan: Tool
 def test_a_vocabulary_must_be_known(plan: Tool) -> None:
     code, _, err = plan("--num-layers", 2)
     assert code == 2 and "--recipe ''" in err
+
+
+def test_the_page_shows_what_is_printed(plan: Tool) -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    layout = ("--tensor-model-parallel-size", 4, "--pipeline-model-parallel-size", 4, "--micro-batch-size", 4)
+    code, out, err = plan("--recipe", "allattn-1.3b", "--nodes", 8, "--gpus-per-node", 8, "--gpu", "h100-80", *layout)
+    assert (code, err) == (0, "")
+    assert shown in out
