@@ -249,7 +249,8 @@ class DeepSpeedEngine(Engine):
             else:
                 yield (name, shard), tensor
         for logical, parameter in self.network.logical_parameters() if self.dtype in HALF else ():
-            if logical.shard_dim is None:  # of a shard every replica has another part of the master
+            # of a shard every replica has another part of it; of what several stages hold, the first one's counts
+            if logical.shard_dim is None and self._logical[logical] == self.groups.pipeline.rank:
                 yield (logical.name, " (master)"), self._master(parameter)
 
     def _forward(self, inputs: Tensor, targets: Tensor, context: BlockContext) -> Tensor:

@@ -7,7 +7,9 @@ Who does what, beside what deepspeed_engine.py says:
 - Which slot a micro-batch belongs to travels with its activations: with it a stage finds the caches, dropout keys and
   spans that it needs.
 - A tensor that several stages hold (the position table, a table shared by embedding and output) has its gradient
-  summed over them by DeepSpeed before the update, and is counted once in norms.
+  summed over them by DeepSpeed before the update, and is counted once in norms. Each stage then averages it over its
+  own replicas, among tensors of its own: with three replicas or more in another order than other stages, so that it is
+  rounded another way. Therefore its first holder's value counts, which the others get after every update.
 
 Its `train_batch` is not used, since it would update at once: the same instructions run here without the last one.
 """
@@ -26,7 +28,7 @@ from megatron_allattn.engine.deepspeed_engine import DeepSpeedEngine
 from megatron_allattn.engine.interface import Spans
 from megatron_allattn.model.attention import BlockContext, Observe
 from megatron_allattn.model.network import Network
-from megatron_allattn.parallel.collectives import all_reduce
+from megatron_allattn.parallel.collectives import all_reduce, broadcast_from_first
 from megatron_allattn.parallel.groups import Group, Groups
 
 
@@ -83,7 +85,7 @@ class PipelineEngine(DeepSpeedEngine):
     """See `Engine`; `network` is this stage's part."""
 
     def _initialize(self, settings: dict[str, Any]) -> Any:
-        self._stage = Stage(self.network)
+        self._stage, self._tied = Stage(self.network), tied_parameters(self.network, self.groups)
         self._schedule = schedule_without_step(self.num_slots, self.groups.pipeline)
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the groups that exist
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, whatever the logger's level
@@ -101,7 +103,7 @@ class PipelineEngine(DeepSpeedEngine):
         from deepspeed.runtime.pipe.module import PipelineModule  # noqa: PLC0415  (see import_deepspeed)
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # noqa: PLC0415
 
-        layout, stage, tied = self.groups.layout, self.groups.pipeline.rank, tied_parameters(self.network, self.groups)
+        layout, stage, tied = self.groups.layout, self.groups.pipeline.rank, self._tied
 
         class Module(PipelineModule):
             def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
@@ -153,3 +155,5 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _take_step(self) -> None:
         self.engine._exec_optimizer_step()
+        for parameter, group in self._tied:
+            broadcast_from_first(parameter.data, group)

@@ -110,7 +110,7 @@ def clips_tensors(run: RunConfig) -> bool:
 def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     """Enter a step's messages from the reduction of gradients on, and whenever ZeRO 3 gathers weights."""
     if place.layout.pipeline_size > 1:
-        _enter_tied(ledger, place)
+        _enter_tied(ledger, place, "all_reduce")
     enter_gradients(ledger, place, settings)
     if settings["stage"] == 3:
         enter_weights(ledger, place, settings)
@@ -119,6 +119,12 @@ def enter_update(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None
 
 def enter_step(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     """Enter what follows once gradients are sums over the replicas, in the order in which it is sent."""
+    _enter_norm_and_weights(ledger, place, settings)
+    if place.layout.pipeline_size > 1:
+        _enter_tied(ledger, place, "broadcast")
+
+
+def _enter_norm_and_weights(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
     stage, groups = settings["stage"], optimizer_groups(place)
     if stage == 0:
         ledger.add("tensor", "all_reduce", DOUBLE)  # the norm
@@ -148,14 +154,14 @@ def enter_step(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:
         ledger.add("data", "all_gather", _aligned(place, group.numel) * place.element)
 
 
-def _enter_tied(ledger: Ledger, place: Place) -> None:
-    """Gradients of tensors that several stages of a pipeline hold."""
+def _enter_tied(ledger: Ledger, place: Place, operation: str) -> None:
+    """Of tensors that several stages of a pipeline hold: their gradients, and after the update their values."""
     network, tied = place.network, not place.run.model.untie_embeddings_and_output_weights
     for parameter in network.position.parameters():
-        ledger.add("pipeline", "all_reduce", parameter.numel() * place.element)
+        ledger.add("pipeline", operation, parameter.numel() * place.element)
     if tied and network.embedding is not None:
         for parameter in network.embedding.parameters():
-            ledger.add("ends", "all_reduce", parameter.numel() * place.element)
+            ledger.add("ends", operation, parameter.numel() * place.element)
 
 
 def enter_gradients(ledger: Ledger, place: Place, settings: dict[str, Any]) -> None:

@@ -96,6 +96,12 @@ def broadcast_tensor(tensor: Tensor | None, source: int, group: Group) -> Tensor
     return whole
 
 
+def broadcast_from_first(tensor: Tensor, group: Group) -> None:
+    """In place: every rank of the group gets the tensor of its first one."""
+    if group.size > 1:
+        dist.broadcast(tensor, src=group.ranks[0], group=group.handle)
+
+
 T = TypeVar("T")
 
 

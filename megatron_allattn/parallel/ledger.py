@@ -42,6 +42,13 @@ def groups_by_name(layout: Layout, rank: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+def ring(operation: str, size: int) -> float:
+    """The share of a message's bytes that a rank of `size` sends. Raises KeyError: training has no such operation."""
+    part = (size - 1) / size
+    of_group = {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "broadcast": 1.0}
+    return (of_group | {"send": 1.0, "recv": 0.0})[operation]
+
+
 class Ledger:
     """The messages of one rank, by group and operation.
 
@@ -75,16 +82,14 @@ class Ledger:
 
     def sent(self) -> float:
         """Bytes that leave this rank where every collective sends as little as it can, as rings do: of P ranks,
-        (P − 1) / P of an all_gather or reduce_scatter, twice that of an all_reduce; of a pair, what is sent.
+        (P − 1) / P of an all_gather or reduce_scatter, twice that of an all_reduce; all of a broadcast; of a pair, what
+        is sent.
 
         Raises KeyError for an operation that training does not have.
         """
         total = 0.0
         for (group, operation), messages in self.entries.items():
-            size = len(self._groups[group])
-            ring = (size - 1) / size
-            times = {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "send": 1.0, "recv": 0.0}
-            total += messages.num_bytes * times[operation]
+            total += messages.num_bytes * ring(operation, len(self._groups[group]))
         return total
 
     def _name(self, ranks: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_allattn.data.streams import TokenStreams
+from megatron_allattn.engine.drift import check_replicas
 from tests.support.layouts import rest
 from tests.support.pool import WorkerPools
 from tests.support.trajectories import MODEL, Case, build, differences, run_config, trajectory
@@ -100,3 +101,30 @@ def test_no_process_group_waits_for_ever(case: Case, pools: WorkerPools) -> None
     (tests/faults/test_watchdog.py)."""
     for rank in pools(2).run(_every_rank, case):
         assert rank["waits"] == {timedelta(minutes=run_config(Case()).parallel.distributed_timeout_minutes)}
+
+
+def _train_and_compare(rank: int, world_size: int, case: Case, tied: bool) -> list[float]:
+    model = replace(DEEP, untie_embeddings_and_output_weights=not tied)
+    engine = build(case, VOCABULARY, run_config(case, model))
+    streams, losses = TokenStreams(TOKENS, 8, 32, 1), []
+    for step in range(1, 4):
+        block = streams.next_block(engine.streams)
+        losses.append(engine.train_step(block.inputs, block.targets, step, 0.05, engine.spans()).loss)
+    check_replicas(engine)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("zero", "optimizer", "dtype", "tied"),
+    [
+        (1, "adam", "float32", True),
+        *rest((0, "adagrad", "float32", True), (1, "adam", "bfloat16", False), (1, "adagrad", "float32", True)),
+    ],
+)
+def test_what_stages_share_stays_the_same_with_more_than_two_replicas(
+    zero: int, optimizer: str, dtype: str, tied: bool, pools: WorkerPools
+) -> None:
+    """Sums of three numbers or more depend on their order, and stages average among tensors of their own."""
+    case = Case(1, 4, zero, 1, optimizer, dtype, "deepspeed", 2)
+    losses = pools(8).run(_train_and_compare, case, tied)
+    assert all(one == losses[0] for one in losses) and math.isfinite(losses[0][-1])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_allattn.parallel.layout import Layout
-from megatron_allattn.parallel.ledger import Ledger, groups_by_name
+from megatron_allattn.parallel.ledger import Ledger, groups_by_name, ring
 
 CLASSES = ("node", "network")
 
@@ -46,10 +46,3 @@ def by_group(ledger: Ledger, layout: Layout, rank: int) -> dict[str, Sent]:
         sent = Sent(messages.num_bytes * ring(operation, len(groups[group])), messages.count)
         found[group] = found.get(group, Sent()) + sent
     return found
-
-
-def ring(operation: str, size: int) -> float:
-    """The share of a message's bytes that a rank of `size` sends."""
-    part = (size - 1) / size
-    times = {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "send": 1.0, "recv": 0.0}
-    return times[operation]

@@ -77,8 +77,9 @@ def test_counts_by_hand() -> None:
     gathers = 3 * (1 + 2)  # of the parts that shards send: behind the first stage, and twice before its backward
     spans, norm = 2 + 2, 1  # the two shards' all-reduce over stages, the two stages' gather; one of all ranks
     per_replica = passes + gathers + spans
-    # of each shard: the loss over stages; positions; once for all replicas the loss; of each stage gradients, 3 groups
-    shards = 2 * 2 * (1 + 1) + 2 * 1 + 2 * 2 * (1 + 3)
+    # of each shard: the loss over stages; positions' gradient and value; once for all replicas the loss; of each stage
+    # gradients, 3 groups
+    shards = 2 * 2 * (1 + 2) + 2 * 1 + 2 * 2 * (1 + 3)
     assert report.met.collectives == 2 * per_replica + shards + norm
     # of each shard and replica: activations, their description and the slot; gradients and their description
     assert report.met.between_stages == 2 * 2 * 3 * (3 + 2)
