@@ -65,5 +65,5 @@ read -ra flags <<<"${DEEPSPEED_FLAGS:-}"
 if [ -n "${MASTER_ADDR:-}" ]; then flags+=(--master_addr "$MASTER_ADDR"); fi
 # --force_multi: also one host alone is reached through pdsh, so that the arguments pass exactly one shell.
 export DS_ENV_FILE=/dev/fd/9
-exec python "$root/launch/launcher.py" --signal=USR1:TERM deepspeed --quiet --force_multi --hostfile "$hosts" \
+exec python "$root/launch/launcher.py" --signal=USR1:TERM --signal=INT:TERM deepspeed --quiet --force_multi --hostfile "$hosts" \
     --master_port "${MASTER_PORT:-29500}" "${flags[@]}" "${arguments[@]}"

@@ -16,10 +16,10 @@ source "$root/launch/env.sh"
 source "$root/launch/hosts.sh"
 
 read -ra flags <<<"${MPIRUN_FLAGS:-}"
-form=mpich flag=-f signals=()
+form=mpich flag=-f signals=(--signal=INT:USR1) # upon which it kills
 if [[ $(mpirun --version) == *"Open MPI"* ]]; then
     form=openmpi flag=--hostfile
-    signals=(--signal=TERM:USR1 --signal=INT:USR1) # it passes on SIGUSR1, and kills upon the others
+    signals+=(--signal=TERM:USR1) # so does this one, upon both; SIGUSR1 it passes on
     # Of two MPIs mpi4py loads the one of PyPI, if that is there.
     export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-libmpi.so.40}"
     # To other hosts it passes on nothing but what it is told to; MPICH's passes on everything.

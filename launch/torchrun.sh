@@ -33,6 +33,6 @@ if [ "${NNODES:-1}" -gt 1 ]; then
     fi
 fi
 # After the -- torchrun takes no argument for one of its own.
-exec python "$root/launch/launcher.py" --signal=USR1:TERM \
+exec python "$root/launch/launcher.py" --signal=USR1:TERM --signal=INT:TERM \
     torchrun --nproc-per-node "${NPROC_PER_NODE:?is the number of processes on this host}" "${hosts[@]}" -- \
     "$root/launch/rank.py" "$program" "$@"

@@ -137,7 +137,7 @@ def test_a_rank_that_fails(way: Way, tmp_path: Path, rank: int, what: str, words
 
 
 @pytest.mark.parametrize("way", ["torchrun", "mpich", "openmpi", "deepspeed hostfile"], indirect=True)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_signals_reach_every_rank_and_leave_it_time(way: Way, tmp_path: Path, name: str) -> None:
     with way.start(tmp_path, "0:wait") as started:
         deadline = time.monotonic() + 200

@@ -44,14 +44,16 @@ SPEECH_SECONDS = 7.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended. code: of the process, -N for signal N; for_another: because of another rank, as it says;
-    signalled: after it was asked to by a signal, as launchers do once one has ended."""
+    """How a rank of `size` ended. code: of the process, -N for signal N; for_another: because of another rank, as it
+    says; signalled: after it was asked to by a signal, as launchers do once one has ended."""
 
     rank: int
+    size: int
     host: str
     code: int
     for_another: bool
@@ -93,8 +95,10 @@ class Collector:
         return next((one for one in own if not one.signalled), next(iter(own or self.ended), None))
 
     def stopped(self) -> bool:
-        """Whether all that have ended did as they were asked to, which is no failure."""
-        return all(one.code == STOPPED for one in self.ended)
+        """Whether all that have ended did as they were asked to, which is no failure: by a signal that came this way,
+        or all ranks by one that did not."""
+        asked = any(one.signalled or len(self.ended) == one.size for one in self.ended)
+        return asked and all(one.code == STOPPED for one in self.ended)
 
 
 class RankProcess:
@@ -107,7 +111,10 @@ class RankProcess:
         told, tells = os.pipe()
         os.set_inheritable(tells, True)
         self._told = told
-        self._rank = next((int(environ[name]) for name in _RANKS if environ.get(name, "").isdecimal()), 0)
+        self._rank, self._size = (
+            next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default)
+            for names, default in ((_RANKS, 0), (_SIZES, 1))
+        )
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -145,7 +152,7 @@ class RankProcess:
         return code if code >= 0 else 128 - code
 
     def _ended(self, code: int, for_another: bool, words: str) -> Ended:
-        return Ended(self._rank, socket.gethostname(), code, for_another, self._signalled, words)
+        return Ended(self._rank, self._size, socket.gethostname(), code, for_another, self._signalled, words)
 
     def _relay(self) -> None:
         """Pass on what it prints until it has ended and all is said."""

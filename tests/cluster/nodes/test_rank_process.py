@@ -117,10 +117,10 @@ def test_a_rank_that_ends_because_of_another_is_not_the_one_to_show(script: str)
     assert "launch: rank 1 on" in done.stderr and done.stderr.endswith("  | got SIGTERM\n")
     collector = Collector()
     ends = [
-        Ended(0, "a", 1, True, False, ""),
-        Ended(3, "a", 1, False, True, "z"),
-        Ended(1, "b", 1, False, False, "x"),
-        Ended(2, "c", 1, False, False, "y"),
+        Ended(0, 4, "a", 1, True, False, ""),
+        Ended(3, 4, "a", 1, False, True, "z"),
+        Ended(1, 4, "b", 1, False, False, "x"),
+        Ended(2, 4, "c", 1, False, False, "y"),
     ]
     firsts = []
     for one in ends:
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_because_of_another_is_not_the_one_to_show(script: str)
 
 
 def test_marked_lines_survive_prefixes_and_other_lines_between_them() -> None:
-    ended = Ended(3, "n1", -9, False, False, "\n".join(f"line {number} é \x1b[2J" for number in range(400)))
+    ended = Ended(3, 4, "n1", -9, False, False, "\n".join(f"line {number} é \x1b[2J" for number in range(400)))
     lines = ended.lines()
     assert len(lines) > 2 and all(len(line) < 4096 for line in lines)
     collector = Collector()
@@ -252,3 +252,21 @@ def _until(true: object, seconds: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("ends", "stopped"),
+    [
+        ([(0, 3, True), (1, 3, True)], True),
+        ([(0, 3, False), (1, 3, False)], True),  # by a signal to the ranks themselves
+        ([(1, 3, True)], True),  # what the other said is lost with its host
+        ([(1, 3, False)], False),  # by itself
+        ([(1, 3, False), (0, -15, True)], False),
+        ([(1, 3, True), (0, 1, False)], False),
+    ],
+)
+def test_who_has_stopped_as_asked(ends: list[tuple[int, int, bool]], stopped: bool) -> None:
+    collector = Collector()
+    for rank, code, signalled in ends:
+        assert all(collector.take(line) for line in Ended(rank, 2, "n1", code, False, signalled, "").lines())
+    assert collector.stopped() == stopped
