@@ -16,6 +16,7 @@ Exit code 0: there is a layout, 1: none fits, 2: wrong usage.
 import argparse
 import difflib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.cli import parse
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
+from megatron_allattn.data.manifest import read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_PROFILE = "late"
@@ -71,12 +73,16 @@ def reach_of(run: RunConfig, given: str | None) -> tuple[tuple[tuple[int, ...], 
     return layers_look_back(z, layer_windows(z, *sizes), *sizes), [about, *profile.notes]
 
 
-def vocabulary_of(run: RunConfig, given: int | None) -> int:
+def vocabulary_of(run: RunConfig, given: int | None) -> tuple[int, str]:
+    """The size of the vocabulary, and who says so: the flag, data that are there, or else the recipe."""
     if given is not None:
-        return given
+        return given, "--vocab-size"
+    prepared = None if run.data.data_path is None else read_manifest(Path(run.data.data_path))
+    if prepared is not None:
+        return prepared.tokenizer.vocab_size, f"of {run.data.data_path}"
     if run.recipe is None:
         raise usage_error("--recipe", "", "is left out, so the vocabulary is not known", "add it, or --vocab-size N")
-    return RECIPES[run.recipe].vocab_size
+    return RECIPES[run.recipe].vocab_size, f"of the recipe {run.recipe}"
 
 
 def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit: frozenset[str]) -> int:
@@ -85,14 +91,15 @@ def show(options: argparse.Namespace, given: list[str], run: RunConfig, explicit
     from megatron_allattn.cluster.planning.plan import Planner, Task, distinct  # noqa: PLC0415
 
     device: Device = device_named(options.gpu)
-    vocab_size = vocabulary_of(run, options.vocab_size)
+    vocab_size, source = vocabulary_of(run, options.vocab_size)
     reach, notes = reach_of(run, options.span_profile)
     task = Task(run, vocab_size, options.nodes, options.gpus_per_node, device, reach, explicit)
     planner = Planner(task)
     found = planner.candidates()
     running = [one for one in found if one.refused is None]
     shown = (running if options.all else list(distinct(running)))[: options.top]
-    print(f"{run.recipe or 'custom'} on {options.nodes} × {options.gpus_per_node} {device.name}", *notes, sep="; ")
+    where = f"{run.recipe or 'custom'} on {options.nodes} × {options.gpus_per_node} {device.name}"
+    print(where, f"vocabulary {vocab_size:,} ({source})", *notes, sep="; ")
     if shown:
         print(*report.table(shown), sep="\n")
         print(f"{len(running)} layouts fit, {len(shown)} are shown; times are predictions (docs/planning.md)")
@@ -138,7 +145,7 @@ def write(options: argparse.Namespace, given: list[str], chosen: Any, task: Any)
     except OSError as error:
         raise usage_error("--write", folder, f"cannot be written ({error.strerror})", "name another folder") from None
     print(*(f"wrote {path}" for path in written), sep="\n")
-    print(f"pretrain.py {' '.join(arguments)}")
+    print(f"pretrain.py {shlex.join(arguments)}")
 
 
 def _write(path: Path, text: str) -> None:

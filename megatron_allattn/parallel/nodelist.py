@@ -51,7 +51,9 @@ def _written_out(part: str, what: str, text: str) -> Iterator[str]:
     for piece in match[1].split(","):
         first, _, last = piece.partition("-")
         last = last or first
-        if int(last) < int(first) or int(last) - int(first) >= MOST:
+        if int(last) - int(first) >= MOST:
+            raise usage_error(what, text, f"has more than {MOST} nodes", "give names and ranges, as n[1-4,7],login1")
+        if int(last) < int(first):
             raise usage_error(what, text, f"not a list of hosts: {piece} is no range", "give the smaller number first")
         for number in range(int(first), int(last) + 1):
             head = part[: match.start()] + str(number).zfill(len(first))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.config.cli import parse
-from tests.support.commands import environment
+from tests.support.commands import corpus, environment
 from tests.support.template import ROOT
 from tests.support.tools import Tool, in_process
 
@@ -25,7 +25,7 @@ def test_table_json_and_files(plan: Tool, tmp_path: Path) -> None:
     run_folder = ("--save", tmp_path / "run")
     code, out, err = plan(*SMALL, *run_folder, "--gpu", "a100-40", "--bf16", "--json", file, "--write", folder)
     assert (code, err) == (0, "")
-    assert "TP×PP×DP" in out and "demo on 1 × 2 a100-40" in out
+    assert "TP×PP×DP" in out and "demo on 1 × 2 a100-40; vocabulary 256 (of the recipe demo)" in out
     found = json.loads(file.read_text())
     best = found["layouts"][0]
     assert best["refused"] is None and best["seconds"]["total"] > 0
@@ -100,3 +100,10 @@ def test_the_page_shows_what_is_printed(plan: Tool) -> None:
     code, out, err = plan("--recipe", "allattn-1.3b", "--nodes", 8, "--gpus-per-node", 8, "--gpu", "h100-80", *layout)
     assert (code, err) == (0, "")
     assert shown in out
+
+
+def test_the_vocabulary_is_that_of_the_data_where_they_are_there(plan: Tool, tmp_path: Path) -> None:
+    data = corpus(tmp_path, num_words=50)
+    out = plan(*SMALL, "--gpu", "a100-40", "--data-path", data)[1]
+    assert f"vocabulary 256 (of {data})" in out
+    assert "vocabulary 500 (--vocab-size)" in plan(*SMALL, "--gpu", "a100-40", "--vocab-size", 500)[1]
