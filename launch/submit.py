@@ -65,7 +65,7 @@ def options_of(given: argparse.Namespace, job: Submitted) -> tuple[JobOptions, l
     else:
         asked = margin.DEFAULT
         notes.append(f"no save was measured yet: told to stop {asked} s before its end")
-    notes += margin.notes(found, asked, job.run.checkpoint.stop_deadline_minutes)
+    notes += margin.notes(found, asked, job.run.checkpoint.stop_deadline_minutes, margin.seconds(given.time))
     texts = {name: getattr(given, name) for name in TEXTS if getattr(given, name) is not None}
     options = JobOptions(
         nodes=given.nodes,
@@ -128,6 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.submit:
                 raise UsageError(f"--submit: {other}")
             notes.append(other)
+        if job.absent is not None:
+            wrong = usage_error("--data-path", job.run.data.data_path, f"{job.absent} is not there", "prepare it first")
+            if given.submit:
+                raise wrong
+            notes.append(str(wrong))
         found = [*check(job, options, given.gpu), *notes]
         print(job_text(job.arguments, options))
         for line in found:

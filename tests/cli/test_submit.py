@@ -16,6 +16,7 @@ from tests.support.commands import ROOT, TINY
 SUBMIT = runpy.run_path(str(ROOT / "launch" / "submit.py"))
 SIZE = ("--nodes", "2", "--gpus-per-node", "2")
 RUN = (*TINY, "--vocab-size", "64", "--tokenizer-type", "null", "--data-path", "corpus", "--save", "run")
+NO_DATA = "--data-path corpus: corpus.bin is not there; prepare it first"
 PAGE = (ROOT / "docs" / "cookbook" / "slurm.md").read_text()
 Submit = Callable[..., tuple[str, str]]
 
@@ -45,12 +46,14 @@ def test_it_is_a_dry_run_unless_asked(submit: Submit, tmp_path: Path) -> None:
     assert errors == "" and output.endswith("# not submitted: add --submit\n")
     assert "# no save was measured yet: told to stop 660 s before its end\n" in output
     assert "# met: 4 ranks, " in output and "the step ends on every rank\n" in output
+    assert f"# {NO_DATA}\n" in output
     assert "\n#SBATCH --nodes=2\n" in output and "\n#SBATCH --partition=long\n" in output
     assert f'\narguments=({shlex.join([*RUN, "--tensor-model-parallel-size", "2"])} "$@")\n' in output
     assert sorted(os.listdir(tmp_path)) == ["bin"]
 
 
 def test_it_submits_the_script_that_it_leaves_in_the_run_folder(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "corpus.bin").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/pace.json").write_text('{"saves": [{"step": 1, "seconds": 400.5, "processes": 4}]}')
     output, errors = submit(*SIZE, *RUN, "--submit", sbatch='#!/bin/sh\necho "Submitted batch job $1"\n')
@@ -74,7 +77,13 @@ def test_the_jobs_python_is_the_one_that_has_checked_it(submit: Submit, monkeypa
     assert errors.startswith(f"error: --submit: {told}")
 
 
+def test_a_job_without_its_data_is_not_submitted(submit: Submit, tmp_path: Path) -> None:
+    _, errors = submit(*SIZE, *RUN, "--submit", sbatch="#!/bin/sh\nexit 0\n", code=2)
+    assert errors == f"error: {NO_DATA}\n" and not (tmp_path / "run").exists()
+
+
 def test_a_refusal_of_sbatch_is_its_exit_code(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "corpus.bin").touch()
     refusal = "#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n"
     _, errors = submit(*SIZE, *RUN, "--submit", sbatch=refusal, code=1)
     assert errors == "sbatch: error: invalid partition\n"

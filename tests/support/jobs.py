@@ -37,13 +37,15 @@ class Scene:
         words = (word for name, value in usual.items() if name not in flags for word in (name, value))
         return [*words, "--no-report", *flags]
 
-    def submit(self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE) -> "Submission":
-        """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`."""
+    def submit(
+        self, *options: str, flags: list[str], variables: Mapping[str, str] = NONE, run: Path | None = None
+    ) -> "Submission":
+        """With `sbatch OPTIONS launch/pretrain.sbatch FLAGS`. run: the run folder, if it is another than `run`."""
         variables = {"ALLATTN_ROOT": str(ROOT), "HEALTH_SECONDS": str(PATIENCE), "PYTHON": self.python, **variables}
         job = self.cluster.run(
             "sbatch", "--parsable", *options, SCRIPT, *flags, folder=self.folder, variables=variables
         )
-        return Submission(self, job, self.folder / "run")
+        return Submission(self, job, run or self.folder / "run")
 
     def submit_written(self, options: JobOptions, flags: list[str]) -> "Submission":
         """With the script that submit.py would write."""

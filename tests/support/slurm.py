@@ -155,9 +155,11 @@ class Cluster:
         wire = CABLE.format(number=number, first=first)
         subprocess.run([*self.inside("controller"), "bash", "-ec", wire], check=True, capture_output=True)
 
-    def crash_controller(self) -> None:
-        """slurmctld is gone, as by kill -9; nodes go on."""
-        self._processes.pop("slurmctld").kill()
+    def stop_controller(self) -> None:
+        """slurmctld ends, having saved what it knows (kill -9 loses the last seconds of that); nodes go on."""
+        process = self._processes.pop("slurmctld")
+        process.terminate()
+        process.wait(BOOT_SECONDS)
 
     def start_controller(self) -> None:
         """Start slurmctld, which takes up what it knew."""

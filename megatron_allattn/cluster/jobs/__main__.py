@@ -26,6 +26,7 @@ from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
 from megatron_allattn.cluster.nodes.checks import table
+from megatron_allattn.cluster.nodes.names import node_name, shown
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.reporting import run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
@@ -58,6 +59,16 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     """A life begins, unless the job is given up or somebody else is at the run folder."""
     job, seen = arguments.submitted(words), Job.parse(sys.stdin.read())
     history = History(job.run_folder)
+    if given.signal_seconds is not None and seen.time_limit is not None:
+        margin.check_time(given.signal_seconds, seen.time_limit, f"{seen.time_limit // 60}")
+    if given.restart > 0 and not history.exists:
+        # On another disk it would begin anew, and what it has done would be lost. Once, another node is tried.
+        blind = f"{node_name()} does not see the history of this job, which has lived before, in {history.folder}"
+        if not seen.excluded:
+            return _answer(Next(action="requeue", reason=blind, exclude=(node_name(),)))
+        before = f"{shown(seen.excluded)} is left out already"
+        reason = f"{blind}, and {before}: look at that folder, then submit the job again"
+        return _answer(Next(action="stop", reason=reason, exit_code=1))
     busy = _wait_for_lock(job.run_folder, given.lock_seconds)
     if busy is not None and given.restart == 0:
         raise busy
@@ -76,7 +87,8 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     step = history.newest_step()
     _say(f"life {number} of {job.run_folder}, job {given.job}: goes on from step {step}; what ranks print is in {life}")
     found = margin.measured(job.run_folder)
-    for line in margin.notes(found, given.signal_seconds, job.run.checkpoint.stop_deadline_minutes):
+    deadline = job.run.checkpoint.stop_deadline_minutes
+    for line in margin.notes(found, given.signal_seconds, deadline, seen.time_limit):
         _say(f"warning: {line}")
     print(f"begun {life.absolute()}")
     return 0
@@ -92,7 +104,7 @@ def nodes(given: argparse.Namespace, words: Sequence[str]) -> int:
         history.end(number, "ended", "cancelled, requeued or at its time limit before its nodes were checked")
         return _answer(_next(history, given, seen))
     judgement = health.judge_nodes(given.life / HEALTH, expand_nodes(given.nodes, "--nodes"))
-    choice = health.choose_nodes(judgement, given.needed, lives)
+    choice = health.choose_nodes(judgement, given.needed, lives, node_name())
     if choice.told or choice.stop:
         _say(table(judgement.checks, len(judgement.nodes)))
     if choice.train:
@@ -177,12 +189,8 @@ def _wait_for_lock(run_folder: Path, seconds: float) -> UsageError | None:
 
 def _needs(job: arguments.Submitted) -> list[str]:
     """Files that every node must see: the program, and the data (the first file of them, where none is here)."""
-    prefix, root = job.run.data.data_path, Path(__file__).resolve().parents[3]
-    if prefix is None:
-        return [str(root / "pretrain.py")]
-    names = [f"{prefix}{suffix}" for suffix in (".json", ".bin", ".idx", "_train.bin", "_train.idx")]
-    first = names[0] if job.run.data.tokenizer_type is None else names[1]
-    return [str(root / "pretrain.py"), *([name for name in names if os.path.exists(name)] or [first])]
+    program, absent = str(Path(__file__).resolve().parents[3] / "pretrain.py"), job.absent
+    return [program, *([absent] if absent is not None else job.data_files)]
 
 
 def _write_words(path: Path, words: Sequence[str]) -> None:

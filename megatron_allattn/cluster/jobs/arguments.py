@@ -30,6 +30,21 @@ class Submitted:
         assert self.run.checkpoint.save is not None
         return self.run.checkpoint.save
 
+    @property
+    def data_files(self) -> list[str]:
+        """Of the files of --data-path those that are there."""
+        prefix = self.run.data.data_path
+        names = (".json", ".bin", ".idx", "_train.bin", "_train.idx") if prefix is not None else ()
+        return [path for name in names if os.path.exists(path := f"{prefix}{name}")]
+
+    @property
+    def absent(self) -> str | None:
+        """The first file of --data-path that a run would read, if none of them is there."""
+        data = self.run.data
+        if data.data_path is None or self.data_files:
+            return None
+        return data.data_path + (".json" if data.tokenizer_type is None else ".bin")
+
     def of_life(self, signal_seconds: int | None) -> tuple[str, ...]:
         """The arguments with which a life starts now. signal_seconds: how long before its end it is told to stop."""
         words, load = list(self.arguments), self.run.checkpoint.load

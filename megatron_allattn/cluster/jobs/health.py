@@ -3,6 +3,9 @@
 Bad nodes are left out where there are as many good ones as the job needs (SPARE_NODES); else the job is requeued
 without them. A fault that most nodes have is no node's (cluster/nodes/compare.py): the job ends with it, and so it does
 where leaving out nodes has not helped.
+
+Reports come through the run folder. Where only the node of the batch script is heard, and more than one other is silent
+or was left out before, it is that node which does not see the folder of the others, or there is none: the job ends.
 """
 
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_allattn.cluster.jobs.lives import Life
-from megatron_allattn.cluster.nodes.compare import Judgement, judge, read_reports
+from megatron_allattn.cluster.nodes.compare import REPORT, Judgement, judge, read_reports
 from megatron_allattn.cluster.nodes.names import find_node, shown
 
 
@@ -32,8 +35,18 @@ def judge_nodes(reports: Path, nodes: Sequence[str]) -> Judgement:
     return judge([report for report in read_reports(reports) if find_node(report.node, nodes)], nodes)
 
 
-def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life]) -> Choice:
-    """What follows for a job that needs so many of these nodes. lives: of the job, before this one."""
+def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life], host: str = "") -> Choice:
+    """What follows for a job that needs so many of these nodes.
+
+    lives: of the job, before this one; host: the node of the batch script.
+    """
+    before = {node for life in lives for node in life.excluded}
+    silent = {check.node for check in judgement.checks if check.name == REPORT and check.status == "fault"}
+    if {*judgement.nodes} - silent == {find_node(host, judgement.nodes)} and len(silent | before) > 1:
+        rule = f"{host}, on which the batch script runs, is the only node whose report is in the run folder"
+        return Choice(
+            stop=f"{rule}: give a --save that all nodes see, or leave that node out (sbatch --exclude={host})"
+        )
     if judgement.reasons:
         return Choice(stop="; ".join(judgement.reasons))
     bad = judgement.bad_nodes
@@ -42,7 +55,6 @@ def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life]) -> Ch
     good = tuple(node for node in judgement.nodes if node not in bad)
     if len(good) >= needed:
         return Choice(train=good[:needed], told=told)
-    before = {node for life in lives for node in life.excluded}
     if again := sorted(before & set(bad)):
         return Choice(stop=f"{shown(again)} should have been left out, and SLURM gives it again: {told}", told=told)
     most = max(2, needed // 2)

@@ -20,7 +20,9 @@ from typing import Any, Literal, get_args
 
 from megatron_allattn.checkpoint.files import append_json_line, read_json_lines
 from megatron_allattn.checkpoint.folder import find_latest
+from megatron_allattn.cluster.jobs.margin import seconds
 from megatron_allattn.config.errors import UsageError, usage_error
+from megatron_allattn.parallel.nodelist import expand_nodes
 
 FOLDER, HISTORY, STOP_FILE = "jobs", "lives.jsonl", "stop"
 
@@ -80,7 +82,10 @@ class Job:
     """False with --no-requeue."""
 
     excluded: tuple[str, ...] = ()
-    """Nodes that it leaves out, as --exclude has them."""
+    """Nodes that it leaves out."""
+
+    time_limit: int | None = None
+    """Seconds that it has, None where there is no limit, or none is told."""
 
     @classmethod
     def parse(cls, text: str) -> "Job":
@@ -88,12 +93,13 @@ class Job:
         words = dict(word.split("=", 1) for word in text.split() if "=" in word)
         if "JobState" not in words:
             raise usage_error("scontrol", text, "says nothing of a job's state", "look at what it prints")
-        left_out = words.get("ExcNodeList", "(null)")
+        left_out, limit = words.get("ExcNodeList", "(null)"), words.get("TimeLimit", "")
         return cls(
             running=words["JobState"] == "RUNNING",
             out_of_time=words.get("Reason") == "TimeLimit" or words["JobState"] == "TIMEOUT",
             requeue=words.get("Requeue", "1") != "0",
-            excluded=() if left_out == "(null)" else (left_out,),
+            excluded=() if left_out == "(null)" else tuple(expand_nodes(left_out, "ExcNodeList")),
+            time_limit=seconds(limit) if limit[:1].isdecimal() else None,
         )
 
 
@@ -115,6 +121,11 @@ class History:
         self.run_folder = run_folder
         self.folder = run_folder / FOLDER
         self._path = self.folder / HISTORY
+
+    @property
+    def exists(self) -> bool:
+        """Whether a life has ever begun."""
+        return self._path.exists()
 
     @property
     def stop_asked(self) -> bool:
@@ -204,7 +215,7 @@ def next_action(lives: Sequence[Life], limits: Limits, job: Job, *, stop_asked: 
     if not job.requeue:
         reason = f"{last.reason}; the job may not be requeued (--no-requeue): submit it again to go on"
         return Next(action="stop", reason=reason, exit_code=3 if last.how == "stopped" else 1)
-    exclude = (*job.excluded, *last.excluded) if last.excluded else ()
+    exclude = tuple(dict.fromkeys([*job.excluded, *last.excluded])) if last.excluded else ()
     return Next(action="requeue", reason=last.reason, exclude=exclude)
 
 

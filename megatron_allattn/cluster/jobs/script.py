@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_allattn.checkpoint.files import write_text_atomic
-from megatron_allattn.cluster.jobs.margin import DEFAULT
+from megatron_allattn.cluster.jobs.margin import DEFAULT, check_time, seconds
 from megatron_allattn.config.checks import LARGEST
 from megatron_allattn.config.errors import flag, usage_error
 
@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = ROOT / "launch" / "pretrain.sbatch"
 NAME = "job.sbatch"
 _WORD = re.compile(r"[A-Za-z0-9_.,:=+@%/&|*\[\]-]+")
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _OPTIONAL = ("partition", "account", "qos", "constraint", "reservation", "exclude", "dependency")
 
 
@@ -58,9 +57,7 @@ class JobOptions:
                 raise usage_error(flag(name), value, rule, "correct it")
         if set(self.job_name) & set("/%"):
             raise usage_error("--job-name", self.job_name, "is part of the output file's name", "leave / and % out")
-        if self.signal_seconds >= (limit := seconds(self.time)):
-            rule = f"is {limit} s, and the job would be told to stop {self.signal_seconds} s before its end"
-            raise usage_error("--time", self.time, rule, "give it more time")
+        check_time(self.signal_seconds, seconds(self.time), self.time)
 
     @property
     def world_size(self) -> int:
@@ -79,26 +76,6 @@ class JobOptions:
             "signal": f"B:USR1@{self.signal_seconds}",
         }
         return given | {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
-
-
-def seconds(time: str) -> int:
-    """A limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
-
-    Raises UsageError.
-    """
-    match = _TIME.fullmatch(time)
-    if match is None:
-        raise usage_error(
-            "--time", time, "is no time as sbatch takes it", "give 24:00:00 (hours:minutes:seconds) or 2-12"
-        )
-    days, *parts = match.groups()
-    first, second, third = (int(part) if part is not None else None for part in parts)
-    assert first is not None
-    if days is not None:
-        return 86_400 * int(days) + 3600 * first + 60 * (second or 0) + (third or 0)
-    if third is not None:
-        return 3600 * first + 60 * (second or 0) + third
-    return 60 * first + (second or 0)
 
 
 def job_text(arguments: Sequence[str], options: JobOptions) -> str:

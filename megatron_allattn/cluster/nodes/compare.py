@@ -17,7 +17,8 @@ from megatron_allattn.cluster.nodes.local import FORMAT, NodeReport, renamed
 from megatron_allattn.cluster.nodes.names import find_node, same_node
 from megatron_allattn.config.errors import usage_error
 
-HARDWARE = frozenset({"devices", "GPU memory", "GPU computes", "GPU health", "compute rate", "link rate", "report"})
+REPORT = "report"  # of a node
+HARDWARE = frozenset({"devices", "GPU memory", "GPU computes", "GPU health", "compute rate", "link rate", REPORT})
 """Faults of a node itself: they are everybody's only where all of several nodes have them."""
 
 NONE = "none"
@@ -136,7 +137,7 @@ def compare_facts(reports: Sequence[NodeReport], names: dict[str, str]) -> list[
 def _missing(nodes: Sequence[str], told: set[str]) -> list[Check]:
     return [
         Check(
-            name="report",
+            name=REPORT,
             node=node,
             status="fault",
             found="none",

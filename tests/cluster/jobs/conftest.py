@@ -15,7 +15,7 @@ from tests.support.slurm import Cluster, Site, cluster, why_none
 def three_nodes() -> Iterator[Cluster]:
     if (why := why_none()) is not None:
         pytest.skip(why)
-    with cluster(Site(nodes=3, gpus=2)) as started:
+    with cluster(Site(nodes=3, gpus=2, kill_wait=30)) as started:
         yield started
 
 

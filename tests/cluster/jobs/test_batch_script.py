@@ -204,8 +204,8 @@ def test_spare_nodes_without_a_check(stage: Stage) -> None:
 
 def test_a_bad_node_is_left_out_by_a_requeue(stage: Stage) -> None:
     told = stage.run(bad=["n2"], excluded="n[7-9]")
-    assert "requeued: n2: devices: found 7 GPUs, asked 8; mend; without n[7-9],n2\n" in told
-    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n[7-9],n2"]]
+    assert "requeued: n2: devices: found 7 GPUs, asked 8; mend; without n7,n8,n9,n2\n" in told
+    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n7,n8,n9,n2"]]
     assert len(stage.calls("srun")) == 1
 
 
@@ -337,7 +337,9 @@ def test_pyxis(stage: Stage) -> None:
     image = "--container-image=/shared/allattn.sqsh"
     decisions, others = [], []
     for words in stage.calls("srun"):
-        (decisions if "megatron_allattn.cluster.jobs" in words else others).append(words)
+        here = "megatron_allattn.cluster.jobs" in words or "-c" in words
+        (decisions if here else others).append(words)
+    assert "-c" in decisions.pop(0)  # a look at Python
     assert [words[words.index("megatron_allattn.cluster.jobs") + 1] for words in decisions] == [
         "begin",
         "nodes",
@@ -362,16 +364,35 @@ def test_apptainer(stage: Stage) -> None:
         str(stage.folder),
         "/shared/allattn.sif",
     ]
-    assert [words[: len(begin)] for words in stage.calls("apptainer")] == [begin] * 3  # the decisions, on this host
+    assert [words[: len(begin)] for words in stage.calls("apptainer")] == [
+        begin
+    ] * 4  # a look at Python and the decisions, here
     for words in stage.calls("srun"):
         at = words.index("apptainer")
         assert words[at + 1 :][: len(begin) + 1] == [*begin, sys.executable]
 
 
 def test_it_is_submitted_from_a_checkout(stage: Stage, tmp_path: Path) -> None:
-    errors = stage.run(code=2, variables={"SLURM_SUBMIT_DIR": str(tmp_path)})
-    assert errors == f"error: {tmp_path}: no pretrain.py there; submit from the checkout, or set ALLATTN_ROOT\n"
-    stage.run(variables={"SLURM_SUBMIT_DIR": str(tmp_path), "ALLATTN_ROOT": str(ROOT)})
+    elsewhere = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n4"}
+    errors = stage.run(code=2, variables=elsewhere)
+    assert errors == f"error: {tmp_path}: no pretrain.py there on n4; submit from the checkout, or set ALLATTN_ROOT\n"
+    stage.run(variables=elsewhere | {"ALLATTN_ROOT": str(ROOT)})
+
+
+def test_a_node_that_does_not_see_the_checkout_any_more_is_left_out_once(stage: Stage, tmp_path: Path) -> None:
+    again = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n4", "SLURM_RESTART_COUNT": "1"}
+    stage.run(variables=again)
+    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4"]]
+    assert stage.orders == orders
+    stage.run(code=2, variables=again, excluded="n4")
+    assert stage.orders == orders
+
+
+def test_how_early_it_is_told_to_stop_may_be_told(stage: Stage) -> None:
+    """Where sbatch was given a --signal of its own, which the script does not see."""
+    stage.run(variables={"SIGNAL_SECONDS": "120"})
+    words = (stage.folder / "run/jobs/life-0001/arguments").read_bytes().decode().split("\0")
+    assert words[words.index("--stop-deadline-minutes") + 1] == "1.5"
 
 
 def test_no_answer_is_an_error(stage: Stage) -> None:
@@ -379,3 +400,16 @@ def test_no_answer_is_an_error(stage: Stage) -> None:
     errors = stage.run(code=2, variables={"PYTHON": "/nowhere/python"})
     assert "/nowhere/python: No such file or directory" in errors
     assert os.listdir(stage.folder / "run") == [] if (stage.folder / "run").exists() else True
+
+
+def test_an_answer_is_not_waited_for_till_the_end_of_the_job(stage: Stage, tmp_path: Path) -> None:
+    """A Python that stands still, as on a file system that does."""
+    hanging = tmp_path / "python"
+    hanging.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\nexec sleep 300\n')
+    hanging.chmod(0o755)
+    variables = {"PYTHON": str(hanging), "DECISION_SECONDS": "1", "SLURMD_NODENAME": "n4"}
+    began = time.monotonic()
+    assert stage.run(code=2, variables=variables) == f"error: {hanging} gave no answer on n4\n"
+    stage.run(variables=variables | {"SLURM_RESTART_COUNT": "1"})
+    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4"]]
+    assert time.monotonic() - began < 200

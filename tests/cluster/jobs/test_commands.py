@@ -104,6 +104,7 @@ def test_the_run_folder_of_another_is_not_entered(ask: Ask, tmp_path: Path) -> N
     assert "waiting: --save" in told and told.splitlines()[-1].startswith(f"error: --save {run}: is in use by process")
     assert not (run / "jobs/lives.jsonl").exists()
     # of an own earlier life it is waited for in the next one, and not for ever
+    (run / "jobs/lives.jsonl").touch()
     for restart, line in ((1, "requeue"), (2, "requeue"), (3, "stop 1")):
         assert ask("begin", "--restart", str(restart), *words[1:])[0] == line
     lock.release()
@@ -111,11 +112,42 @@ def test_the_run_folder_of_another_is_not_entered(ask: Ask, tmp_path: Path) -> N
 
 def test_ranks_of_an_earlier_life_are_waited_for(ask: Ask, tmp_path: Path) -> None:
     run = tmp_path / "run"
+    start(ask, run)
     lock = RunLock(run)
     threading.Timer(1.5, lock.release).start()
     began = time.monotonic()
     start(ask, run, options=("--restart", "1"))
     assert time.monotonic() - began > 1.4
+
+
+def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: else somebody has moved it away."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n4")
+    run = tmp_path / "run"
+    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
+    line, told = ask(*words)
+    assert (
+        line == "requeue n4"
+        and f"n4 does not see the history of this job, which has lived before, in {run}/jobs" in told
+    )
+    assert not run.exists()
+    line, told = ask(*words, job=ALIVE.replace("(null)", "n3"))
+    assert line == "stop 1" and "and n3 is left out already: look at that folder, then submit the job again" in told
+    assert not run.exists()
+
+
+def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(ask: Ask, tmp_path: Path) -> None:
+    words = ("begin", "--job", "7", "--signal-seconds", "660", "--", "--save", str(tmp_path / "run"))
+    _, told = ask(*words, job=f"{ALIVE} TimeLimit=00:11:00", code=2)
+    assert told.startswith(
+        "error: --time 11: is 660 s, and the job would be told to stop 660 s before its end; give it"
+    )
+    assert not (tmp_path / "run").exists()
+    line, told = ask(*words, job=f"{ALIVE} TimeLimit=00:12:00")
+    assert line.startswith("begun ") and "of the 720 s of its time (--time) the job keeps 660 s for its end" in told
+    assert "warning" not in ask(*words, job=f"{ALIVE} TimeLimit=1-00:00:00")[1]
 
 
 def test_a_start_from_another_run_that_left_no_checkpoint(ask: Ask, tmp_path: Path) -> None:

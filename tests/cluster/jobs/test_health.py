@@ -114,3 +114,22 @@ def test_nothing_at_all_is_everybodys(tmp_path: Path) -> None:
     (tmp_path / "n1.json").write_text("{")
     with pytest.raises(UsageError, match=r"n1\.json: is not JSON"):
         choice(tmp_path, FIVE, 5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "before", "exclude"),
+    [
+        (FIVE, (), ()),  # four nodes are not silent by chance
+        (["n1", "n2"], (), ("n2",)),  # the silent one is as a rule the bad one
+        (["n1", "n3"], ("n2",), ()),  # the second that is silent to the same node
+    ],
+)
+def test_where_only_the_node_of_the_batch_script_is_heard(
+    tmp_path: Path, nodes: list[str], before: tuple[str, ...], exclude: tuple[str, ...]
+) -> None:
+    report(tmp_path, "n1")
+    life = Life(number=1, job="7", restart=0, first_step=0, last_step=0, how="unfit", reason="", excluded=before)
+    found = choose_nodes(judge_nodes(tmp_path, nodes), len(nodes), [life], "n1")
+    assert (found.exclude, found.train) == (exclude, ())
+    told = "n1, on which the batch script runs, is the only node whose report is in the run folder: give a --save that "
+    assert found.stop.startswith("" if exclude else told) and bool(found.stop) != bool(exclude)

@@ -220,6 +220,41 @@ def test_a_bad_node_without_one_to_spare(scene: Scene, alone: Records) -> None:
     assert job.records == alone
 
 
+@only("stand-in")
+def test_the_node_of_the_batch_script_does_not_see_the_run_folder(scene: Scene) -> None:
+    """To it the other node is the silent one, and so is the next."""
+    runs = scene.folder / "runs"
+    runs.mkdir()
+    hide(scene.cluster, "n1", runs)
+    try:
+        flags = scene.flags(*FLAGS, "--save", str(runs / "run"))
+        job = scene.submit(*TWO, flags=flags, variables={"HEALTH_SECONDS": "60"}, run=runs / "run")
+        assert job.ended() == "FAILED", job.output
+    finally:
+        show(scene.cluster, "n1", runs)
+    assert scene.cluster.job(job.job)["Restarts"] == "1" and list(runs.iterdir()) == []
+    assert (
+        "stopped: n1, on which the batch script runs, is the only node whose report is in the run folder" in job.output
+    )
+
+
+@only("stand-in")
+def test_a_node_that_does_not_see_what_the_job_has_done(scene: Scene, alone: Records) -> None:
+    """The file system of the run folder goes away on the node of the batch script."""
+    runs = scene.folder / "runs"
+    runs.mkdir()
+    job = scene.submit(*TWO, flags=scene.flags(*FLAGS, "--save", str(runs / "run")), run=runs / "run")
+    job.until_step(EVERY + 5)
+    hide(scene.cluster, "n1", runs)
+    try:
+        job.strike(1)
+        assert job.ended() == "COMPLETED", job.output
+    finally:
+        show(scene.cluster, "n1", runs)
+    assert scene.cluster.job(job.job)["ExcNodeList"] == "n1"
+    assert job.endings[-1] == ("done", STEPS) and job.records == alone
+
+
 def test_a_fault_of_all_nodes_ends_it(scene: Scene) -> None:
     job = scene.submit(*TWO, flags=scene.flags(*FLAGS, "--data-path", "/nowhere/corpus"))
     assert job.ended() == "FAILED"
@@ -230,7 +265,7 @@ def test_a_fault_of_all_nodes_ends_it(scene: Scene) -> None:
 
 @only("pretrain")
 def test_a_mistake_that_ranks_find_ends_it(scene: Scene) -> None:
-    job = scene.submit(*TWO, flags=scene.flags(*FLAGS, "--global-batch-size", "3", "--micro-batch-size", "2"))
+    job = scene.submit(*TWO, flags=scene.flags("--train-iters", "5", "--global-batch-size", "3"))
     assert job.ended() == "FAILED"
     assert [how for how, _ in job.endings] == ["mistake"], job.output
     assert scene.cluster.job(job.job)["ExitCode"] == "2:0" and "stopped: --global-batch-size 3" in job.output
@@ -283,7 +318,7 @@ def test_the_controller_is_away_when_a_life_ends(scene: Scene, alone: Records) -
     job = scene.submit(*TWO, flags=scene.flags(*FLAGS))
     job.until_step(EVERY + 5)
     ranks = scene.cluster.ranks(job.job)
-    scene.cluster.crash_controller()
+    scene.cluster.stop_controller()
     try:
         for pid in ranks.values():  # srun cannot end the others
             os.kill(pid, signal.SIGKILL)

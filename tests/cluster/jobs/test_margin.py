@@ -7,6 +7,7 @@ import pytest
 
 from megatron_allattn.cluster.jobs import margin
 from megatron_allattn.cluster.jobs.margin import Measured, measured
+from megatron_allattn.config import UsageError
 from megatron_allattn.training.pace import longest_save, longest_step, record_save
 
 
@@ -66,6 +67,17 @@ def test_what_is_said_of_the_margin() -> None:
     assert "ask for 900 s" in late
     assert cut.endswith("--stop-deadline-minutes 10 may end a run before it is saved; give 15")
     assert margin.notes(slow, 900, 15) == []
+    assert margin.notes(None, 660, 10, 1320) == []
+    (short,) = margin.notes(None, 660, 10, 1319)
+    assert short == "of the 1319 s of its time (--time) the job keeps 660 s for its end: give it more"
+
+
+def test_a_job_that_would_be_told_to_stop_at_once() -> None:
+    margin.check_time(660, 661, "11:01")
+    with pytest.raises(
+        UsageError, match=r"^--time 11: is 660 s, and the job would be told to stop 660 s before its end"
+    ):
+        margin.check_time(660, 660, "11")
 
 
 def test_the_shipped_default_is_enough_for_the_deadline_of_a_run() -> None:

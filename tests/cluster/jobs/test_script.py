@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.cluster.jobs.arguments import submitted
-from megatron_allattn.cluster.jobs.margin import DEFAULT
-from megatron_allattn.cluster.jobs.script import JobOptions, job_text, seconds, write_job
+from megatron_allattn.cluster.jobs.margin import DEFAULT, seconds
+from megatron_allattn.cluster.jobs.script import JobOptions, job_text, write_job
 from megatron_allattn.config import RECIPES, UsageError, check_world, load_deepspeed_json, parse
 from tests.support.commands import ROOT
 
