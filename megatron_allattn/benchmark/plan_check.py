@@ -9,6 +9,7 @@ reached; the share that was reached in fact is told, which is what the table sho
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from megatron_allattn.model.accounting import place_of, step_traffic
 from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.groups import single_process_groups
+from megatron_allattn.parallel.groups import make_groups
+from megatron_allattn.parallel.layout import Layout
 
 MACHINE = "machine"
+WAIT_SECONDS = 600.0  # of collectives, of which one process has none to wait for
 Reach = tuple[tuple[int, ...], ...]
 
 
@@ -63,12 +66,13 @@ class Training:
 
     def __init__(self, case: CheckCase) -> None:
         device, run = torch.device(case.device), case.run
-        discovery.initialize(discovery.discover({}), 600.0, device)
+        discovery.initialize(discovery.discover({}), WAIT_SECONDS, device)
         attend = backend_of(run.model, run.training.attention_backend, device, case.dtype).attend
         again = run.training.recompute_granularity
         network = random_network(run.model, case.vocab_size, case.z, device, torch.float32, attend, again)
         fused = choose_fused(run.training.fused, device.type == "cuda")
-        self.engine = DeepSpeedEngine(network, run, single_process_groups(), device, case.dtype, fused)
+        groups = make_groups(Layout(), timedelta(seconds=WAIT_SECONDS))  # DeepSpeed asks torch for their ranks
+        self.engine = DeepSpeedEngine(network, run, groups, device, case.dtype, fused)
         for slot in self.engine.slots:
             filled = full_cache(network, self.engine.spans().windows, self.engine.micro_batch_size)
             slot.restore([filled.part(layer) for layer in slot.layers], filled.length)

@@ -111,7 +111,8 @@ class _MadeAgain(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             make = known.get(_memory(tensor)) if tensor.is_contiguous() else None
-            return tensor if make is None else partial(_make, make, tensor.shape)
+            # an operation that keeps its own result would otherwise be in a cycle, which holds all of a step's memory
+            return tensor.detach() if make is None else partial(_make, make, tensor.shape)
 
         def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
             return kept if isinstance(kept, Tensor) else kept()

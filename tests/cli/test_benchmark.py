@@ -207,6 +207,15 @@ def test_generation_and_data(tool: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert "| prepare, word" in capsys.readouterr().out
 
 
+def test_a_prediction_beside_this_machine(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "found.json"
+    assert tool.main(["plan-check", *TINY, "--json", str(output)]) == 0
+    table = capsys.readouterr().out
+    (memory,) = (line.split("|") for line in table.splitlines() if line.startswith("| memory, GB"))
+    assert float(memory[4]) == pytest.approx(1.0, abs=0.1)
+    assert output.exists()
+
+
 def test_the_documentation_has_every_command() -> None:
     """docs/performance.md; that its lines parse is tests/test_documentation.py's to say."""
     lines = commands((ROOT / "docs/performance.md").read_text())
