@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COOKBOOK = ROOT / "docs" / "cookbook"
 SLURM_FLAGS = {  # of sbatch, scancel and launch/submit.py
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--spare-nodes", "--export", "--signal"),
-    *("--partition", "--account", "--qos", "--constraint", "--batch", "--no-deps"),
+    *("--partition", "--account", "--qos", "--constraint", "--batch", "--no-deps", "--time"),
 }
 LAUNCHERS = {1: "python pretrain.py ", 64: "deepspeed --hostfile hosts pretrain.py "}
 

@@ -80,7 +80,6 @@ def _check_masters(rank: int, world_size: int, case: Case) -> tuple[bool, str | 
     [
         Case(2, 1, 1, 1, "adam", "bfloat16", "deepspeed"),
         Case(2, 1, 3, 1, "adam", "bfloat16", "deepspeed"),
-        Case(1, 1, 1, 1, "adagrad", "bfloat16", "deepspeed", pipeline=2),
     ],
     ids=str,
 )
@@ -89,6 +88,13 @@ def test_a_master_that_differs_by_less_than_a_weight_shows(case: Case, pools: Wo
     (unseen, first), (_, other) = pools(2).run(_check_masters, case)
     assert unseen and other == "peer"
     assert first is not None and first.startswith("1 of the weights") and "position.key (master) on rank 0, an" in first
+
+
+def test_of_what_stages_share_the_first_ones_master_counts(pools: WorkerPools) -> None:
+    """The others' weights come from it after every update (tests/engine/test_pipeline.py)."""
+    case = Case(1, 1, 1, 1, "adagrad", "bfloat16", "deepspeed", pipeline=2)
+    assert pools(2).run(_check_masters, case) == [(True, None), (True, None)]
+    assert pools(2).run(_check, case, "position.key", 1)[0] is not None
 
 
 def test_a_weight_that_one_rank_alone_holds_has_no_replica(pools: WorkerPools) -> None:
