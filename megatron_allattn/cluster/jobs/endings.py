@@ -67,7 +67,7 @@ def how_it_ended(run_folder: Path, life: Path, asked: str, job: Job) -> tuple[Ho
     if not job.running:
         return "ended", "cancelled, requeued or lost with a node"
     if outcome is None and asked:
-        return "stopped", f"asked to stop ({asked}) before the run had begun; nothing new is saved"
+        return "stopped", f"asked to stop ({asked}), and ended before it had saved; it goes on from the last checkpoint"
     told = end.told if end is not None else last_word(life / SRUN) or "the training step ended without a word"
     return "failed", f"{said} ({told})" if said else told
 

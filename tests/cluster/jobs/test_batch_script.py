@@ -240,7 +240,9 @@ def test_a_signal_during_the_check_begins_no_training(stage: Stage, bad: list[st
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
     told = stage.finish(process)
-    assert "requeued: asked to stop (USR1) before the run had begun; nothing new is saved\n" in told
+    assert (
+        "requeued: asked to stop (USR1), and ended before it had saved; it goes on from the last checkpoint\n" in told
+    )
     assert len(stage.calls("srun")) == 1 and stage.orders == [["requeue", "41"]]
 
 

@@ -91,7 +91,7 @@ def test_who_is_asked_before_the_run_has_begun_is_not_failed(life: Path) -> None
     leave(life, srun="srun: error: n1: tasks 0-7: User defined signal 1\n")
     assert ending(life, "USR1") == (
         "stopped",
-        "asked to stop (USR1) before the run had begun; nothing new is saved",
+        "asked to stop (USR1), and ended before it had saved; it goes on from the last checkpoint",
     )
     leave(life, "failed", 7, "rank 1 did not save in time", KILLED)
     assert ending(life, "USR1")[0] == "failed"

@@ -178,7 +178,7 @@ def test_scancel_ends_it_for_good(scene: Scene) -> None:
 
 
 @only("pretrain")
-@pytest.mark.parametrize("order", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=TERM --full"])
+@pytest.mark.parametrize("order", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=USR1 --full"])
 def test_a_signal_by_hand_saves_and_requeues(scene: Scene, order: str) -> None:
     job = scene.submit(*TWO, flags=scene.flags(*ENDLESS))
     job.until_step(3)
@@ -190,6 +190,20 @@ def test_a_signal_by_hand_saves_and_requeues(scene: Scene, order: str) -> None:
     job.cancel()
     assert job.ended() == "CANCELLED"
     assert job.begins == [0, step]
+
+
+@only("pretrain")
+def test_sigterm_to_all_goes_on_from_the_last_checkpoint(scene: Scene) -> None:
+    """srun, which gets it too, kills the ranks at once."""
+    job = scene.submit(*TWO, flags=scene.flags(*ENDLESS))
+    job.until_step(EVERY + 5)
+    job.cancel("--signal=TERM", "--full")
+    job.until(lambda: len(job.begins) == 2)
+    ((how, step),) = job.endings
+    assert how == "stopped" and step >= EVERY and job.begins == [0, step]
+    job.until_step(step + 1, life=2)
+    job.cancel()
+    assert job.ended() == "CANCELLED"
 
 
 def test_a_bad_node_with_one_to_spare(scene: Scene, alone: Records) -> None:
