@@ -84,6 +84,9 @@ class Job:
     excluded: tuple[str, ...] = ()
     """Nodes that it leaves out."""
 
+    output: str | None = None
+    """The file into which its batch script prints, in all lives."""
+
     time_limit: int | None = None
     """Seconds that it has, None where there is no limit, or none is told."""
 
@@ -99,6 +102,7 @@ class Job:
             out_of_time=words.get("Reason") == "TimeLimit" or words["JobState"] == "TIMEOUT",
             requeue=words.get("Requeue", "1") != "0",
             excluded=() if left_out == "(null)" else tuple(expand_nodes(left_out, "ExcNodeList")),
+            output=words.get("StdOut"),
             time_limit=seconds(limit) if limit[:1].isdecimal() else None,
         )
 

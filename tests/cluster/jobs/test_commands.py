@@ -123,19 +123,28 @@ def test_ranks_of_an_earlier_life_are_waited_for(ask: Ask, tmp_path: Path) -> No
 def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: else somebody has moved it away."""
+    """That it has, tells the file into which its earlier lives have printed."""
     monkeypatch.setenv("SLURMD_NODENAME", "n4")
-    run = tmp_path / "run"
+    run, printed = tmp_path / "run", tmp_path / "allattn-7.out"
     words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
-    line, told = ask(*words)
-    assert (
-        line == "requeue n4"
-        and f"n4 does not see the history of this job, which has lived before, in {run}/jobs" in told
-    )
+    job = f"{ALIVE} StdOut={printed}"
+    printed.write_text(f"2026-11-30 20:00:00 life 1 of {run}, job 7: goes on from step 0; what ranks print is in x\n")
+    line, told = ask(*words, job=job)
+    assert line == "requeue n4" and f"n4 does not see {run}/jobs, in which is what this job has done by" in told
+    assert ask(*words, job=job.replace("(null)", "n[1-2]"))[0] == "requeue n1,n2,n4"
+    line, told = ask(*words, job=job.replace("(null)", "n[1-3]"))
+    assert line == "stop 1" and "and n1, n2 and n3 are left out already: look at that folder" in told
     assert not run.exists()
-    line, told = ask(*words, job=ALIVE.replace("(null)", "n3"))
-    assert line == "stop 1" and "and n3 is left out already: look at that folder, then submit the job again" in told
-    assert not run.exists()
+
+
+def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path) -> None:
+    printed = tmp_path / "allattn-7.out"
+    printed.write_text("slurmstepd: error: *** JOB 7 ON n1 CANCELLED ***\n")
+    for file in (printed, tmp_path / "none"):
+        run = tmp_path / f"run of {file.name}"
+        words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
+        line, told = ask(*words, job=f"{ALIVE} StdOut={file}")
+        assert line == f"begun {run}/jobs/life-0001" and f"life 1 of {run}, job 7: goes on from step 0; what" in told
 
 
 def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(ask: Ask, tmp_path: Path) -> None:
