@@ -31,7 +31,7 @@ from megatron_allattn.cluster.planning.devices import device_named
 from megatron_allattn.config import UsageError, check_world, load_deepspeed_json, usage_error
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
-from megatron_allattn.data.manifest import read_manifest
+from megatron_allattn.data.manifest import vocabulary_size
 
 TEXTS = ("job_name", "partition", "account", "qos", "constraint", "reservation", "exclude", "dependency")
 DEFAULTS = JobOptions(nodes=8, gpus_per_node=8)
@@ -87,12 +87,12 @@ def check(job: Submitted, options: JobOptions, gpu: str | None) -> Iterator[str]
     run = job.run
     check_world(run, options.world_size)  # what needs no torch first
     load_deepspeed_json(run, options.world_size)
-    prepared = None if run.data.data_path is None else read_manifest(Path(run.data.data_path))
+    prepared = vocabulary_size(run.data.data_path)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # here only: a login node may have no GPU
     from megatron_allattn.cluster.rehearsal.rehearse import rehearse, vocabulary_of  # noqa: PLC0415
     from megatron_allattn.cluster.rehearsal.report import lines  # noqa: PLC0415
 
-    vocabulary = vocabulary_of(run) if prepared is None else (prepared.tokenizer.vocab_size, "of the data")
+    vocabulary = vocabulary_of(run) if prepared is None else (prepared, "of the data")
     report = rehearse(run, vocabulary[0], options.world_size, options.gpus_per_node, gpu)
     return lines(report, run, vocabulary, options.gpus_per_node)
 

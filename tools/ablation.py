@@ -42,7 +42,7 @@ from megatron_allattn.config import RunConfig, UsageError, parse, usage_error
 from megatron_allattn.config.parameters import count_parameters
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
-from megatron_allattn.data.manifest import read_manifest
+from megatron_allattn.data.manifest import vocabulary_size
 
 OWN = ("--save", "--load", "--seed")
 FIGURE, SCRIPT = "figure.png", "array.sbatch"
@@ -79,10 +79,8 @@ def _base(others: list[str]) -> RunConfig:
 
 def _parameters(run: RunConfig, found: Sequence[Any], others: list[str]) -> dict[str, int]:
     """Of every version, with the vocabulary of the data."""
-    path = run.data.data_path
-    assert path is not None
-    prepared = read_manifest(Path(path))
-    vocabulary = prepared.tokenizer.vocab_size if prepared is not None else run.data.vocab_size
+    prepared = vocabulary_size(run.data.data_path)
+    vocabulary = prepared if prepared is not None else run.data.vocab_size
     if vocabulary is None:
         raise usage_error("--vocab-size", "", "is left out, and the data does not say it", "give it")
     return {

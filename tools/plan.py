@@ -32,7 +32,7 @@ from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.cli import parse
 from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
-from megatron_allattn.data.manifest import read_manifest
+from megatron_allattn.data.manifest import vocabulary_size
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_PROFILE = "late"
@@ -77,9 +77,8 @@ def vocabulary_of(run: RunConfig, given: int | None) -> tuple[int, str]:
     """The size of the vocabulary, and who says so: the flag, data that are there, or else the recipe."""
     if given is not None:
         return given, "--vocab-size"
-    prepared = None if run.data.data_path is None else read_manifest(Path(run.data.data_path))
-    if prepared is not None:
-        return prepared.tokenizer.vocab_size, f"of {run.data.data_path}"
+    if (prepared := vocabulary_size(run.data.data_path)) is not None:
+        return prepared, f"of {run.data.data_path}"
     if run.recipe is None:
         raise usage_error("--recipe", "", "is left out, so the vocabulary is not known", "add it, or --vocab-size N")
     return RECIPES[run.recipe].vocab_size, f"of the recipe {run.recipe}"

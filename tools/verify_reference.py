@@ -35,7 +35,7 @@ from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.inference.recorded import read_recorded, verify_recorded
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.addresses import free_port
+from megatron_allattn.parallel.addresses import RankInfo, free_port
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.reference import CaseReport, verify_case
@@ -149,7 +149,7 @@ def _rank(rank: int, port: int, parent: int, replay: Replay, results: Any) -> No
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     size = replay.size
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    info = discovery.RankInfo(
+    info = RankInfo(
         rank=rank,
         world_size=size,
         local_rank=rank,

@@ -42,9 +42,12 @@ def check_hashes(files: Sequence[Hashed]) -> None:
         check_sha256(path, expected)
 
 
-def check_sizes(folder: Path) -> None:
-    """UsageError naming the first file of a step folder that is missing or has another size than its manifest says."""
-    _check_sizes(folder, _read_manifest(folder))
+def check_sizes(folder: Path) -> dict[str, Any]:
+    """The manifest of a step folder. Raises UsageError: a file is missing or has another size than it says."""
+    manifest = _read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        check_size(folder / name, entry["bytes"])
+    return manifest
 
 
 def verify(folder: Path, check: Check | None = check_hashes) -> dict[str, Any]:
@@ -53,8 +56,7 @@ def verify(folder: Path, check: Check | None = check_hashes) -> dict[str, Any]:
     Raises UsageError that names the file, what was expected and what was found: no or another marker, a file that is
     missing, has another size or SHA-256, or a tensor file that the manifest does not list.
     """
-    manifest = _read_manifest(folder)
-    _check_sizes(folder, manifest)
+    manifest = check_sizes(folder)
     if check is not None:
         check([(folder / name, entry["sha256"]) for name, entry in manifest["files"].items()])
     for path in sorted(folder.glob("*.safetensors")):
@@ -99,8 +101,3 @@ def _check_entries(folder: Path, files: Any) -> None:
         entry = entry if isinstance(entry, dict) else {}
         if not describes_file(entry):
             raise UsageError(f"{folder / MANIFEST}: expected bytes and sha256 of {name}, found {entry!r}")
-
-
-def _check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    for name, entry in manifest["files"].items():
-        check_size(folder / name, entry["bytes"])

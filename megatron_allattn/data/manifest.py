@@ -157,6 +157,12 @@ def read_manifest(prefix: Path) -> Manifest | None:
     return Manifest.from_json(content, str(path))
 
 
+def vocabulary_size(data_path: str | None) -> int | None:
+    """That of prepared data; None where no --data-path is named, or nothing is prepared there."""
+    prepared = None if data_path is None else read_manifest(Path(data_path))
+    return None if prepared is None else prepared.tokenizer.vocab_size
+
+
 def manifest_path(prefix: Path) -> Path:
     """P.json."""
     return Path(f"{prefix}.json")

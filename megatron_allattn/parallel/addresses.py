@@ -1,10 +1,11 @@
-"""Where ranks meet: an address of this host and a port of it. Imports no torch."""
+"""A rank among all, and where they meet: an address of this host and a port of it. Imports no torch."""
 
 import errno
 import os
 import random
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(12_000, 32_000)  # below those that Linux gives to any connection that comes first
@@ -12,6 +13,19 @@ PORTS = range(12_000, 32_000)  # below those that Linux gives to any connection 
 
 class LaunchError(RuntimeError):
     """The ranks could not be brought together (one line: address, port, cause, way out)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """This process among all: ranks count from 0, `local` means on this host; `source`: how it was found."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    source: str  # environment | mpi | srun | single
 
 
 def free_port() -> int:

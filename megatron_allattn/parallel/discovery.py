@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,25 +23,12 @@ import torch.distributed as dist
 
 from megatron_allattn.config.errors import UsageError, usage_error
 from megatron_allattn.parallel import meeting, mpi_place
-from megatron_allattn.parallel.addresses import LOOPBACK, PORTS, LaunchError, free_port, in_use_message
+from megatron_allattn.parallel.addresses import LOOPBACK, PORTS, LaunchError, RankInfo, free_port, in_use_message
 from megatron_allattn.parallel.collectives import PeerFailed
 from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 
 MPI_VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 MEETING_SLACK_SECONDS = 5.0  # for PyTorch's own time-out, which has more to say
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """This process among all: ranks count from 0, `local` means on this host; `source`: how it was found."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    source: str  # environment | mpi | srun | single
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -175,28 +161,20 @@ def _from_environment(environ: Mapping[str, str]) -> RankInfo:
 def _from_mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> RankInfo:
     expected_size = _integer(environ, size_name)
     try:
-        found = mpi_place.ask(environ, environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 0))
+        info, trouble = mpi_place.ask(environ, environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 0))
     except ImportError as error:
         raise UsageError(
             f"{rank_name}={environ[rank_name]}: started by MPI, but mpi4py cannot be used ({error}); pip install "
             "mpi4py for the MPI that mpirun belongs to, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         ) from error
-    if found.world_size != expected_size:
+    if info.world_size != expected_size:
         raise UsageError(
-            f"{size_name}={expected_size}: mpi4py sees {found.world_size} rank(s): it was built for another MPI; "
+            f"{size_name}={expected_size}: mpi4py sees {info.world_size} rank(s): it was built for another MPI; "
             "use the mpirun of the MPI that mpi4py loads"
         )
-    if found.trouble:
-        raise LaunchError(found.trouble) if found.rank == 0 else PeerFailed(0, 1)
-    return RankInfo(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-        master_addr=found.master_addr,
-        master_port=found.master_port,
-        source="mpi",
-    )
+    if trouble:
+        raise LaunchError(trouble) if info.rank == 0 else PeerFailed(0, 1)
+    return info
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:

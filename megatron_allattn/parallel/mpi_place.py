@@ -6,46 +6,36 @@ ranks of a host once one is gone without leave. Of runs that were done and saved
 exit code 9 (seen with MPICH 5.0.2).
 """
 
-import ctypes
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
-from megatron_allattn.parallel.addresses import LOOPBACK, LaunchError, free_port, in_use, in_use_message, own_address
-
-_ROOT = Path(__file__).resolve().parents[2]
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Ranks count from 0; `local` means on this host. trouble: why rank 0 cannot be met at its address and port."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    trouble: str
+from megatron_allattn.config.processes import die_with_parent, with_package
+from megatron_allattn.parallel.addresses import (
+    LOOPBACK,
+    LaunchError,
+    RankInfo,
+    free_port,
+    in_use,
+    in_use_message,
+    own_address,
+)
 
 
-def ask(environ: Mapping[str, str], address: str, port: int) -> Place:
-    """This rank's place; collective. Rank 0 decides where all meet: at `address`, unless that is empty, and at `port`,
-    unless that is 0. environ: as the launcher has set it.
+def ask(environ: Mapping[str, str], address: str, port: int) -> tuple[RankInfo, str]:
+    """This rank's place, and why rank 0 cannot be met at its address and port, empty if it can. Collective.
+
+    Rank 0 decides where all meet: at `address`, unless that is empty, and at `port`, unless that is 0. environ: as the
+    launcher has set it.
 
     Raises ImportError: mpi4py cannot be used; LaunchError: MPI ended without an answer.
     """
-    path = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
     words = [sys.executable, "-m", "megatron_allattn.parallel.mpi_place", address, str(port)]
     done = subprocess.run(
         words,
-        env=dict(environ) | {"PYTHONPATH": path},
+        env=with_package(environ),
         stdin=subprocess.DEVNULL,  # it is the rank's
         stdout=subprocess.PIPE,
         close_fds=False,  # MPI's daemon talks through a descriptor
@@ -59,7 +49,7 @@ def ask(environ: Mapping[str, str], address: str, port: int) -> Place:
     told = json.loads(answer[0])
     if "unusable" in told:
         raise ImportError(told["unusable"])
-    return Place(**told)
+    return RankInfo(**told["place"]), told["trouble"]
 
 
 def _meet(address: str, port: int, *, alone: bool) -> tuple[str, int, str]:
@@ -74,7 +64,7 @@ def _meet(address: str, port: int, *, alone: bool) -> tuple[str, int, str]:
 
 def _tell(address: str, port: int) -> None:
     """In the process of its own: print its place as JSON, in one line."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)  # with the rank
+    die_with_parent()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - loading it starts MPI
     except (ImportError, RuntimeError) as error:
@@ -87,17 +77,17 @@ def _tell(address: str, port: int) -> None:
     master_addr, master_port, trouble = world.bcast(
         _meet(address, port, alone=alone) if world.Get_rank() == 0 else None, root=0
     )
-    place = Place(
+    place = RankInfo(
         rank=world.Get_rank(),
         world_size=world.Get_size(),
         local_rank=host.Get_rank(),
         local_world_size=host.Get_size(),
         master_addr=master_addr,
         master_port=master_port,
-        trouble=trouble,
+        source="mpi",
     )
     host.Free()
-    print(json.dumps(asdict(place)), flush=True)
+    print(json.dumps({"place": asdict(place), "trouble": trouble}), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from megatron_allattn.config.reporting import GRACE_SECONDS, STOPPED, ends_for_a
 from megatron_allattn.engine.drift import Drift
 from megatron_allattn.engine.finite import NotFinite
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.addresses import LaunchError
+from megatron_allattn.parallel.addresses import LaunchError, RankInfo
 from megatron_allattn.parallel.collectives import PeerFailed, agree, gather_objects
 from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups
@@ -55,7 +55,7 @@ def as_rank(
     check: Callable[[int], None],
     parallel: ParallelConfig,
     body: Callable[[Groups, torch.device, Watch], int],
-    meet: Callable[[discovery.RankInfo, ParallelConfig], tuple[Groups, torch.device]] | None = None,
+    meet: Callable[[RankInfo, ParallelConfig], tuple[Groups, torch.device]] | None = None,
 ) -> int:
     """Meet the other ranks, run `body` with the groups, this rank's device and the watch over the ranks, which gives
     the exit code, and report what goes wrong, on whichever rank.
@@ -152,7 +152,7 @@ def _check_shared(run: RunConfig, groups: Groups) -> None:
         check_shared(run.checkpoint.save, groups.world, lambda action: agree(action, groups.world, exit_code), seconds)
 
 
-def _meet(info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
+def _meet(info: RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
     """Choose this rank's device and make the process groups of a layout. Collective.
 
     Raises ValueError when the layout does not divide the world, LaunchError when the ranks do not meet.

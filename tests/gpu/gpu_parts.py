@@ -45,7 +45,7 @@ from megatron_allattn.model.backends import backend_of
 from megatron_allattn.model.initialization import initialize
 from megatron_allattn.model.network import Network
 from megatron_allattn.parallel import discovery
-from megatron_allattn.parallel.addresses import free_port
+from megatron_allattn.parallel.addresses import RankInfo, free_port
 from megatron_allattn.parallel.groups import Groups, close_groups, make_groups, single_process_groups
 from megatron_allattn.parallel.layout import Layout
 from megatron_allattn.training.reference import verify_case
@@ -394,7 +394,7 @@ def zero(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         yield Row("DeepSpeed ZeRO 0-3", "left out", f"deepspeed cannot be imported ({error})")
         return
     port = free_port()
-    info = discovery.RankInfo(
+    info = RankInfo(
         rank=0,
         world_size=1,
         local_rank=0,

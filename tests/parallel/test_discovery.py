@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.parallel.addresses import PORTS, LaunchError, free_port
-from megatron_allattn.parallel.discovery import RankInfo, discover, select_device
+from megatron_allattn.parallel.addresses import PORTS, LaunchError, RankInfo, free_port
+from megatron_allattn.parallel.discovery import discover, select_device
 from megatron_allattn.parallel.nodelist import first_host, tasks_on_node
 from tests.support.template import ROOT
 
@@ -313,7 +313,7 @@ def test_launch_with_mpirun(launches: Launches, mpirun: str):
 EARLY = """
 import os, pathlib, sys, time
 from megatron_allattn.parallel import mpi_place
-place = mpi_place.ask(os.environ, "", 0)
+place, _ = mpi_place.ask(os.environ, "", 0)
 time.sleep(2 * place.rank)
 pathlib.Path(sys.argv[1], f"done_{place.rank}").touch()
 os._exit(0)

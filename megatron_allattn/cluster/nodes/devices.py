@@ -13,13 +13,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_allattn.cluster.nodes.checks import Check
 from megatron_allattn.config.errors import one_line
+from megatron_allattn.config.processes import with_package
 
-ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
 FREE_PART = 0.9
 """Of a GPU's memory that must be free: the rest is what the driver itself takes, and more is another process."""
@@ -56,7 +55,7 @@ class Devices:
 
 def answer(command: Sequence[str], seconds: float) -> str:
     """What a program prints within so many seconds. Raises Mute. One that cannot even be killed is left behind."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment = with_package(os.environ)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             child = subprocess.Popen(

@@ -28,6 +28,7 @@ from megatron_allattn.config import ParallelConfig, UsageError
 from megatron_allattn.config.disk import SEEN_SECONDS
 from megatron_allattn.config.rules import check_replicas
 from megatron_allattn.parallel import discovery, probes
+from megatron_allattn.parallel.addresses import RankInfo
 from megatron_allattn.parallel.collectives import broadcast_object, gather_objects
 from megatron_allattn.parallel.failures import Ending, Watch
 from megatron_allattn.parallel.groups import Groups, make_groups
@@ -68,7 +69,7 @@ class _Preflight:
     numbers: dict[str, Any] = field(default_factory=dict)
     places: Places = field(default_factory=lambda: Places(()))
 
-    def meet(self, info: discovery.RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
+    def meet(self, info: RankInfo, parallel: ParallelConfig) -> tuple[Groups, torch.device]:
         """Meet over gloo, whatever devices there are. Raises what `discovery.initialize` does."""
         self.info = info
         begin = time.monotonic()

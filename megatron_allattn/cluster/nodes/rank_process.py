@@ -12,7 +12,6 @@ launcher is, the rank gets SIGHUP, upon which a training saves and stops.
 """
 
 import base64
-import ctypes
 import json
 import os
 import select
@@ -26,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from megatron_allattn.config.processes import die_with_parent
 from megatron_allattn.config.reporting import ENDS_FOR_ANOTHER, STOPPED
 from megatron_allattn.parallel.launcher import deepspeed_launcher
 
@@ -42,7 +42,6 @@ SPEECH_SECONDS = 7.0
 """After a rank was killed the others find out who it was and say so (parallel/failures.py: 5 s), if they may."""
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 
@@ -123,7 +122,7 @@ class RankProcess:
             env=dict(environ) | {"PYTHONUNBUFFERED": "1", ENDS_FOR_ANOTHER: str(tells)},
             close_fds=False,  # MPI's daemon talks to the rank through a descriptor
             process_group=0,  # signals come from here alone, once
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         os.close(tells)
         for number in PASSED_ON:
@@ -197,11 +196,6 @@ class RankProcess:
                 left = left[os.write(number, left) :]
         except OSError:  # `_check` finds out whether the reader is gone
             return
-
-
-def _die_with_parent() -> None:
-    """In the rank, before it becomes one: the kernel kills it when its parent dies, however that happens."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def main(argv: Sequence[str]) -> int:

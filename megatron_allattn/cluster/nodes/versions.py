@@ -7,7 +7,8 @@ from pathlib import Path
 
 import megatron_allattn
 from megatron_allattn.cluster.nodes.checks import Check
-from megatron_allattn.cluster.nodes.devices import ROOT, Devices
+from megatron_allattn.cluster.nodes.devices import Devices
+from megatron_allattn.config.processes import ROOT
 
 PACKAGES = ("deepspeed", "numpy")
 SOURCES = ("megatron_allattn", "ds_configs", "pretrain.py")
