@@ -41,6 +41,7 @@ from megatron_allattn.model.span import layer_windows, layers_look_back
 from megatron_allattn.parallel.collectives import PeerFailed, agree, all_reduce_max, broadcast_object
 from megatron_allattn.parallel.failures import Watch
 from megatron_allattn.parallel.groups import Groups
+from megatron_allattn.parallel.launcher import save_outlasts_launcher
 from megatron_allattn.parallel.products import multiplies_bfloat16
 from megatron_allattn.training.guard import Guard
 from megatron_allattn.training.metrics import Metrics, per_unit
@@ -285,6 +286,7 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
         try:
             lines += folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
             record_save(run_folder, step, seconds, engine.groups.world.size)
+            lines += filter(None, [save_outlasts_launcher(seconds, os.environ)])
         except (StorageError, UsageError, OSError) as error:
             lines.append(str(error))
         for line in lines:
