@@ -1,6 +1,7 @@
 """What every test shares: one thread per process, the worker pools, and the folder of shared reference material."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from tests.support.pool import WorkerPools
 from tests.support.template import ROOT, Template
 
 torch.set_num_threads(1)
+
+# A shell starts what is to run in its background without Ctrl-C; programs of tests are sent it, and would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = (  # the longest files, first: begun last they would keep one process busy while the other is idle
     "cluster/jobs/test_two_nodes.py",
