@@ -5,11 +5,13 @@ without them. A fault that most nodes have is no node's (cluster/nodes/compare.p
 where leaving out nodes has not helped.
 
 Reports come through the run folder. Where only the node of the batch script is heard, and more than one other is silent
-or was left out before, it is that node which does not see the folder of the others, or there is none: the job ends.
+or was in the lives just before, it is that node which does not see the folder of the others, or there is none: the job
+ends.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_allattn.cluster.jobs.lives import Life
@@ -42,7 +44,8 @@ def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life], host:
     """
     before = {node for life in lives for node in life.excluded}
     silent = {check.node for check in judgement.checks if check.name == REPORT and check.status == "fault"}
-    if {*judgement.nodes} - silent == {find_node(host, judgement.nodes)} and len(silent | before) > 1:
+    alone = {*judgement.nodes} - silent == {find_node(host, judgement.nodes)}
+    if silent and alone and len(silent | _just_silent(lives)) > 1:
         rule = f"{host}, on which the batch script runs, is the only node whose report is in the run folder"
         return Choice(
             stop=f"{rule}: give a --save that all nodes see, or leave that node out (sbatch --exclude={host})"
@@ -64,3 +67,9 @@ def choose_nodes(judgement: Judgement, needed: int, lives: Sequence[Life], host:
         )
         return Choice(stop=reason, told=told)
     return Choice(exclude=bad, told=told)
+
+
+def _just_silent(lives: Sequence[Life]) -> set[str]:
+    """Nodes that told nothing in the lives since the last one that could train."""
+    unfit = takewhile(lambda life: life.how == "unfit", reversed(lives))
+    return {node for life in unfit for node in life.excluded if f"{node}: {REPORT}: " in life.reason}

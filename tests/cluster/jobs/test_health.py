@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_allattn.cluster.jobs.health import Choice, choose_nodes, judge_nodes
-from megatron_allattn.cluster.jobs.lives import Life
+from megatron_allattn.cluster.jobs.lives import How, Life
 from megatron_allattn.cluster.nodes.checks import Check
 from megatron_allattn.cluster.nodes.local import NodeReport
 from megatron_allattn.config import UsageError
@@ -116,20 +116,40 @@ def test_nothing_at_all_is_everybodys(tmp_path: Path) -> None:
         choice(tmp_path, FIVE, 5)
 
 
+def earlier(how: How, reason: str, *excluded: str) -> Life:
+    return Life(number=1, job="7", restart=0, first_step=0, last_step=0, how=how, reason=reason, excluded=excluded)
+
+
+EARLIER = {
+    "silent": earlier("unfit", "n2: report: found none, asked one of each node; see whether it is up", "n2"),
+    "broken": earlier("unfit", "n2: devices: found 7, asked 8; mend it", "n2"),
+    "trained": earlier("failed", "rank 3 is gone"),
+}
+
+
+@pytest.mark.parametrize("host", ["n1", ""])
+def test_a_healthy_node_alone_trains_whatever_was_left_out_before(tmp_path: Path, host: str) -> None:
+    report(tmp_path, "n1")
+    lives = [EARLIER["silent"], earlier("unfit", "n3: report: found none, asked one of each node; see", "n3")]
+    assert choose_nodes(judge_nodes(tmp_path, ["n1"]), 1, lives, host) == Choice(train=("n1",))
+
+
 @pytest.mark.parametrize(
     ("nodes", "before", "exclude"),
     [
         (FIVE, (), ()),  # four nodes are not silent by chance
         (["n1", "n2"], (), ("n2",)),  # the silent one is as a rule the bad one
-        (["n1", "n3"], ("n2",), ()),  # the second that is silent to the same node
+        (["n1", "n3"], ("silent",), ()),  # the second that is silent to the same node
+        (["n1", "n3"], ("broken",), ("n3",)),  # the first that is silent
+        (["n1", "n3"], ("silent", "trained"), ("n3",)),  # other lives, other silences
     ],
 )
 def test_where_only_the_node_of_the_batch_script_is_heard(
     tmp_path: Path, nodes: list[str], before: tuple[str, ...], exclude: tuple[str, ...]
 ) -> None:
     report(tmp_path, "n1")
-    life = Life(number=1, job="7", restart=0, first_step=0, last_step=0, how="unfit", reason="", excluded=before)
-    found = choose_nodes(judge_nodes(tmp_path, nodes), len(nodes), [life], "n1")
+    lives = [EARLIER[name] for name in before]
+    found = choose_nodes(judge_nodes(tmp_path, nodes), len(nodes), lives, "n1")
     assert (found.exclude, found.train) == (exclude, ())
     told = "n1, on which the batch script runs, is the only node whose report is in the run folder: give a --save that "
     assert found.stop.startswith("" if exclude else told) and bool(found.stop) != bool(exclude)
