@@ -23,6 +23,9 @@ from megatron_allattn.parallel.addresses import (
     own_address,
 )
 
+ANSWER_SECONDS = 600.0
+"""What ranks get to come and be told their place: of one that has ended before, or never started, MPI says nothing."""
+
 
 def ask(environ: Mapping[str, str], address: str, port: int) -> tuple[RankInfo, str]:
     """This rank's place, and why rank 0 cannot be met at its address and port, empty if it can. Collective.
@@ -30,17 +33,24 @@ def ask(environ: Mapping[str, str], address: str, port: int) -> tuple[RankInfo, 
     Rank 0 decides where all meet: at `address`, unless that is empty, and at `port`, unless that is 0. environ: as the
     launcher has set it.
 
-    Raises ImportError: mpi4py cannot be used; LaunchError: MPI ended without an answer.
+    Raises ImportError: mpi4py cannot be used; LaunchError: MPI ended without an answer, or gave none in time.
     """
     words = [sys.executable, "-m", "megatron_allattn.parallel.mpi_place", address, str(port)]
-    done = subprocess.run(
-        words,
-        env=with_package(environ),
-        stdin=subprocess.DEVNULL,  # it is the rank's
-        stdout=subprocess.PIPE,
-        close_fds=False,  # MPI's daemon talks through a descriptor
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            words,
+            env=with_package(environ),
+            stdin=subprocess.DEVNULL,  # it is the rank's
+            stdout=subprocess.PIPE,
+            close_fds=False,  # MPI's daemon talks through a descriptor
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"mpi4py: MPI has not told this process its rank within {ANSWER_SECONDS:g} s: other ranks have ended "
+            "before, or have not come; see what they have printed"
+        ) from None
     answer = done.stdout.decode(errors="replace").splitlines()[-1:]
     if done.returncode != 0 or not answer:
         raise LaunchError(

@@ -328,6 +328,25 @@ def test_a_rank_that_is_done_early_under_mpirun_does_not_end_the_others(launches
     assert {path.name for path in launches.folder.glob("done_*")} == {"done_0", "done_1"}
 
 
+LONELY = """
+import os, sys
+from megatron_allattn.parallel import mpi_place
+if os.environ["PMI_RANK"] == "1":
+    sys.exit(2)
+mpi_place.ANSWER_SECONDS = 3.0
+try:
+    mpi_place.ask(os.environ, "", 0)
+except mpi_place.LaunchError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_rank_that_does_not_come_under_mpirun_is_not_waited_for_without_end(launches: Launches, mpirun: str):
+    code, output = _wait(launches.start([mpirun, "-n", "2", sys.executable, "-c", LONELY]))
+    assert code != 0
+    assert "mpi4py: MPI has not told this process its rank within 3 s: other ranks have ended before, or " in output
+
+
 def test_a_single_process(launches: Launches):
     code, output = _wait(launches.start([sys.executable, *launches.arguments, "60"]))
     assert code == 0, output

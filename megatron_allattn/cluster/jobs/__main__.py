@@ -25,15 +25,15 @@ from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
 from megatron_allattn.cluster.jobs import arguments, endings, health, margin
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
+from megatron_allattn.cluster.jobs.output import BEGUN, Output
 from megatron_allattn.cluster.nodes.checks import table
-from megatron_allattn.cluster.nodes.names import node_name, shown
+from megatron_allattn.cluster.nodes.names import node_name
 from megatron_allattn.config.errors import UsageError
 from megatron_allattn.config.reporting import run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
 from megatron_allattn.parallel.nodelist import expand_nodes
 
 HEALTH = "health"  # folder of the nodes' reports in that of a life
-_BEGUN = ", job {job}: goes on from step"
 BLIND = 3
 """So many nodes are left out at most since they do not see what their job has done."""
 
@@ -64,12 +64,12 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     history = History(job.run_folder)
     if given.signal_seconds is not None and seen.time_limit is not None:
         margin.check_time(given.signal_seconds, seen.time_limit, f"{seen.time_limit // 60}")
-    if given.restart > 0 and not history.exists and (where := _has_lived(seen, given.job)) is not None:
-        # on another disk it would begin anew, and what it has done would be lost
-        blind = f"{node_name()} does not see {history.folder}, in which is what this job has done by {where}"
-        if len(seen.excluded) < BLIND:
+    output = Output.of(seen, given.job)
+    if not history.exists and (unseen := output.unseen(history.folder, given.restart)) is not None:
+        blind = f"{node_name()} {unseen}"
+        if (already := output.left_out(seen, given.restart)) < BLIND:
             return _answer(Next(action="requeue", reason=blind, exclude=(*seen.excluded, node_name())))
-        reason = f"{blind}, and {shown(seen.excluded)} are left out already: look at that folder, then submit it again"
+        reason = f"{blind}, and {already} nodes are left out for that already: look at it, then submit the job again"
         return _answer(Next(action="stop", reason=reason, exit_code=1))
     busy = _wait_for_lock(job.run_folder, given.lock_seconds)
     if busy is not None and given.restart == 0:
@@ -86,7 +86,7 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     (life / HEALTH).mkdir(exist_ok=True)
     _write_words(life / "arguments", job.of_life(given.signal_seconds))
     _write_words(life / "needs", _needs(job))
-    begun = f"{_BEGUN.format(job=given.job)} {history.newest_step()}"
+    begun = f"{BEGUN.format(job=given.job)} {history.newest_step()}"
     _say(f"life {number} of {job.run_folder}{begun}; what ranks print is in {life}")
     found = margin.measured(job.run_folder)
     deadline = job.run.checkpoint.stop_deadline_minutes
@@ -132,15 +132,6 @@ def next_(given: argparse.Namespace, words: Sequence[str]) -> int:
         for line in endings.last_lines(given.life):
             _say(line)
     return _answer(_next(history, given, seen))
-
-
-def _has_lived(seen: Job, job: str) -> str | None:
-    """The file in which an earlier life of a job has told that it began, None where there is none that tells so."""
-    try:
-        told = Path(seen.output or os.devnull).read_text(errors="replace")
-    except OSError:
-        return None
-    return seen.output if _BEGUN.format(job=job) in told else None
 
 
 def _next(history: History, given: argparse.Namespace, seen: Job) -> Next:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def run_folder():
 if name == "scontrol" and words[0] == "show":
     print(plan["hosts"].replace(",", "\\n"))
 elif name == "scontrol" and words[0] == "--oneliner":
-    print("JobState=RUNNING Reason=None Requeue=1 ExcNodeList=" + plan.get("excluded", "(null)"))
+    excluded, printed = plan.get("excluded", "(null)"), here / "allattn-41.out"
+    print(f"JobState=RUNNING Reason=None Requeue=1 ExcNodeList={{excluded}} StdOut={{printed}}")
 elif name == "scontrol":
     failed = here / "failed"
     tries = len(failed.read_text()) if failed.exists() else 0
@@ -94,6 +96,7 @@ class Stage:
             "SLURM_NTASKS_PER_NODE": "4",
             "SLURM_CPUS_PER_TASK": "6",
         }
+        (self.folder / "allattn-41.out").touch()
         path = f"{self.folder / 'bin'}:{environment()['PATH']}"
         env = environment({"PATH": path, "PYTHON": sys.executable, **slurm, **(variables or {})})
         command = ["bash", str(self.folder / "slurm_script"), "--save", str(run), *arguments]
@@ -106,7 +109,10 @@ class Stage:
 
     def finish(self, process: "subprocess.Popen[str]", code: int = 0) -> str:
         output, errors = process.communicate(timeout=600)
-        assert (process.returncode, output) == (code, ""), output + errors
+        with (self.folder / "allattn-41.out").open("a") as printed:
+            printed.write(output + errors)
+        assert process.returncode == code, output + errors
+        assert re.fullmatch(r"[0-9-]+ [0-9:]+ job 41\S*, restart \d+: the batch script runs on .+\n", output)
         return errors
 
     def calls(self, name: str) -> list[list[str]]:
@@ -383,10 +389,10 @@ def test_it_is_submitted_from_a_checkout(stage: Stage, tmp_path: Path) -> None:
 
 def test_a_node_that_does_not_see_the_checkout_any_more_is_left_out_once(stage: Stage, tmp_path: Path) -> None:
     again = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n4", "SLURM_RESTART_COUNT": "1"}
-    stage.run(variables=again)
-    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4"]]
+    stage.run(variables=again, excluded="n[7-9]")
+    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n[7-9],n4"]]
     assert stage.orders == orders
-    stage.run(code=2, variables=again, excluded="n4")
+    stage.run(code=2, variables=again | {"SLURM_RESTART_COUNT": "2"}, excluded="n[4,7-9]")
     assert stage.orders == orders
 
 

@@ -123,28 +123,56 @@ def test_ranks_of_an_earlier_life_are_waited_for(ask: Ask, tmp_path: Path) -> No
 def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it has, tells the file into which its earlier lives have printed."""
+    """That it has, tells the file into which its earlier lives have printed. Whom the user leaves out is no matter."""
     monkeypatch.setenv("SLURMD_NODENAME", "n4")
     run, printed = tmp_path / "run", tmp_path / "allattn-7.out"
-    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
-    job = f"{ALIVE} StdOut={printed}"
+    job = f"{ALIVE} StdOut={printed}".replace("(null)", "n[6-9]")
     printed.write_text(f"2026-11-30 20:00:00 life 1 of {run}, job 7: goes on from step 0; what ranks print is in x\n")
+    for restart in (1, 2, 3):
+        words = ("begin", "--job", "7", "--restart", str(restart), "--", "--save", str(run))
+        line, told = ask(*words, job=job)
+        assert line == "requeue n6,n7,n8,n9,n4"
+        assert f"n4 does not see what job 7 has done: {run}/jobs is not there, though {printed} tells of it" in told
+        with printed.open("a") as output:
+            output.write(told)
     line, told = ask(*words, job=job)
-    assert line == "requeue n4" and f"n4 does not see {run}/jobs, in which is what this job has done by" in told
-    assert ask(*words, job=job.replace("(null)", "n[1-2]"))[0] == "requeue n1,n2,n4"
-    line, told = ask(*words, job=job.replace("(null)", "n[1-3]"))
-    assert line == "stop 1" and "and n1, n2 and n3 are left out already: look at that folder" in told
+    assert line == "stop 1" and "and 3 nodes are left out for that already: look at it, then submit the job" in told
     assert not run.exists()
 
 
-def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path) -> None:
-    printed = tmp_path / "allattn-7.out"
-    printed.write_text("slurmstepd: error: *** JOB 7 ON n1 CANCELLED ***\n")
-    for file in (printed, tmp_path / "none"):
-        run = tmp_path / f"run of {file.name}"
-        words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
-        line, told = ask(*words, job=f"{ALIVE} StdOut={file}")
-        assert line == f"begun {run}/jobs/life-0001" and f"life 1 of {run}, job 7: goes on from step 0; what" in told
+RUNS = "2026-11-30 20:00:00 job 7, restart {}: the batch script runs on n1\n"
+
+
+def test_a_node_that_does_not_see_the_output_of_earlier_lives_either_is_left_out(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there, but begins with this life: it is on another disk, and so is the run folder."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n4")
+    run, printed = tmp_path / "run", tmp_path / "allattn-7.out"
+    for restart, excluded, line in (
+        (1, "n[6-9]", "requeue n6,n7,n8,n9,n4"),
+        (3, "n[2-3]", "requeue n2,n3,n4"),
+        (4, "n[1-3]", "stop 1"),
+    ):
+        printed.write_text(RUNS.format(restart))
+        words = ("begin", "--job", "7", "--restart", str(restart), "--", "--save", str(run))
+        found, told = ask(*words, job=f"{ALIVE} StdOut={printed}".replace("(null)", excluded))
+        assert found == line
+        assert f"there is neither {run}/jobs nor what earlier lives have printed into {printed}" in told
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [RUNS.format(0) + "slurmstepd: error: *** JOB 7 ON n1 CANCELLED ***\n" + RUNS.format(1), "of others\n", None],
+)
+def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path, printed: str | None) -> None:
+    run, file = tmp_path / "run", tmp_path / "allattn-7.out"
+    if printed is not None:
+        file.write_text(printed)
+    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
+    line, told = ask(*words, job=f"{ALIVE} StdOut={file}")
+    assert line == f"begun {run}/jobs/life-0001" and f"life 1 of {run}, job 7: goes on from step 0; what" in told
 
 
 def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(ask: Ask, tmp_path: Path) -> None:

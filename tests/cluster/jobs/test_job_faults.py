@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +254,12 @@ def test_the_node_of_the_batch_script_does_not_see_the_run_folder(scene: Scene) 
 
 
 @only("stand-in")
-def test_a_node_that_does_not_see_what_the_job_has_done(scene: Scene, alone: Records) -> None:
-    """The file system of the run folder goes away on the node of the batch script."""
+@pytest.mark.parametrize("with_output", [False, True])
+def test_a_node_that_does_not_see_what_the_job_has_done(scene: Scene, alone: Records, with_output: bool) -> None:
+    """The file system of the run folder, and perhaps of what it prints, goes away on the node of the batch script."""
     runs = scene.folder / "runs"
     runs.mkdir()
+    scene = replace(scene, folder=runs if with_output else scene.folder)
     job = scene.submit(*TWO, flags=scene.flags(*FLAGS, "--save", str(runs / "run")), run=runs / "run")
     job.until_step(EVERY + 5)
     hide(scene.cluster, "n1", runs)
