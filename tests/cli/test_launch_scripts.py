@@ -156,9 +156,11 @@ def test_signals_reach_every_rank_and_leave_it_time(way: Way, tmp_path: Path, na
         started.process.send_signal(signal.Signals[name])
         done = started.wait()
     assert done.returncode != 0 and done.left == []
+    # pdsh ends with the signal, and the ranks may miss it before DeepSpeed's own way of telling them has come
+    expected = ["SIGTERM", "SIGUSR1", *(["SIGHUP"] if way.script == "deepspeed_hosts.sh" else [])]
     for rank in range(2):
         told = (tmp_path / f"stopped_{rank}").read_text().split()
-        assert told[0] in ("SIGTERM", "SIGUSR1") and "saved" in told
+        assert told[0] in expected and "saved" in told
     if "HOSTFILE" not in way.variables:  # what comes over pdsh ends with it
         assert "asked to, with exit code 3" in done.stderr and "SIGKILL" not in done.stderr
 
