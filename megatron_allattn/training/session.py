@@ -282,11 +282,11 @@ def _saver(run: RunConfig, engine: Engine, watch: Watch) -> Saver | None:
 
     def after_commit(run_folder: Path, step: int, seconds: float) -> None:
         """What goes wrong here is told, once: the save is made, and the run goes on."""
-        lines = []
+        slow = save_outlasts_launcher(seconds, os.environ)
+        lines = [] if slow is None else [slow]
         try:
             lines += folder.retain(run_folder, step, kept.keep_latest_k, kept.save_retain_interval)
             record_save(run_folder, step, seconds, engine.groups.world.size)
-            lines += filter(None, [save_outlasts_launcher(seconds, os.environ)])
         except (StorageError, UsageError, OSError) as error:
             lines.append(str(error))
         for line in lines:

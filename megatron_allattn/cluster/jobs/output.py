@@ -33,19 +33,26 @@ class Output:
         except OSError:
             return cls(job, str(path), "")
 
+    @property
+    def begun(self) -> bool:
+        """Whether it tells of a life that has begun."""
+        return BEGUN.format(job=self.job) in self.text
+
     def unseen(self, folder: Path, restart: int) -> str | None:
         """Why a node that finds no history in a folder does not see what the job has done; None where there is nothing,
         or where the file does not tell (a terminal, a container without it)."""
+        if restart == 0:
+            return None
         what = _UNSEEN.format(job=self.job)
-        if restart > 0 and BEGUN.format(job=self.job) in self.text:
+        if self.begun:
             return f"{what}: {folder} is not there, though {self.file} tells of it"
         runs = {int(one) for one in re.findall(_RUNS.format(job=re.escape(self.job)), self.text)}
-        if restart > 0 and runs == {restart}:
+        if runs == {restart}:
             return f"{what}: there is neither {folder} nor what earlier lives have printed into {self.file}"
         return None
 
     def left_out(self, seen: Job, restart: int) -> int:
         """How many nodes the job has left out since they did not see it: those told of, or as many as it can be."""
-        if BEGUN.format(job=self.job) in self.text:
+        if self.begun:
             return self.text.count(_UNSEEN.format(job=self.job))
         return min(len(seen.excluded), restart - 1)
