@@ -18,7 +18,8 @@ Formats:
                     transformers is installed its logits are compared with those here, which takes the memory of all
                     weights; --no-compare-logits leaves it out
     ff-transformer  a run of ours with --variant transformer (with --from alone): its feed-forward sublayers become
-                    persistent vectors, and training goes on from there (docs/warm_start.md)
+                    persistent vectors, and training goes on from there (docs/warm_start.md). If the data that it was
+                    trained on are here, the loss before and after is told
 
 RUN is what `pretrain.py --save` makes, with one checkpoint: `pretrain.py --load RUN`, tools/evaluate.py and
 tools/inspect_checkpoint.py take it; --load takes a step folder too. What a file of adaptive-span does not say of its
@@ -57,6 +58,7 @@ from megatron_allattn.checkpoint.pickled import write_pickled
 from megatron_allattn.checkpoint.progress import Progress
 from megatron_allattn.checkpoint.run_folder import check_outside
 from megatron_allattn.config import (
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -73,6 +75,7 @@ from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer, tokenizer
 from megatron_allattn.hf import export
 from megatron_allattn.hf.model_card import Told
 from megatron_allattn.inference.card import text_of_file
+from megatron_allattn.inference.quick_look import validation_loss
 from megatron_allattn.training.schedules import learning_rate
 
 NOT_KEPT = (
@@ -244,7 +247,17 @@ def from_transformer(source: Path, output: Path, _: Given) -> str:
     run = warm_start.read(source, output)
     size = run.model.persistent_memory_size
     left = "left out are the biases of the feed-forward sublayers and the first norm of each layer"
-    return f"{output}: {size:,} persistent vectors of a head, of as many units; {left}\n{WEIGHTS_ALONE}"
+    told = f"{output}: {size:,} persistent vectors of a head, of as many units; {left}"
+    return "\n".join((told, _losses(source, output, run.data), WEIGHTS_ALONE))
+
+
+def _losses(source: Path, output: Path, data: DataConfig) -> str:
+    """What the conversion did to the loss, where the data that the run was trained on are here."""
+    try:
+        (before, count), (after, _) = validation_loss(source, data), validation_loss(output, data)
+    except UsageError as error:
+        return f"note: the loss before and after was not measured: {error}"
+    return f"loss of {count:,} validation tokens: {before:.4f} before, {after:.4f} after"
 
 
 class Format(NamedTuple):

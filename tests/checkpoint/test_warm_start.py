@@ -1,6 +1,7 @@
 """A transformer's feed-forward units as persistent vectors: the algebra, what is kept, and that it trains."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from megatron_allattn.checkpoint.conversion import read_run
 from megatron_allattn.checkpoint.inspect import inspect
 from megatron_allattn.checkpoint.warm_start import read, vectors
-from megatron_allattn.config import ModelConfig, UsageError
+from megatron_allattn.config import DataConfig, ModelConfig, UsageError
 from megatron_allattn.config.parameters import count_parameters
+from megatron_allattn.data.dataset import open_dataset
 from megatron_allattn.hf.export import log_probabilities
+from megatron_allattn.inference.quick_look import validation_loss
+from tests.support.commands import corpus
 from tests.support.saved_runs import saved_run
 from tests.support.template import ROOT
 from tests.support.tools import in_process
@@ -57,10 +61,15 @@ def test_directions_that_heads_do_not_see_stay_empty() -> None:
 
 
 def test_a_run_becomes_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = saved_run(tmp_path / "run", TRANSFORMER)
+    data = DataConfig(data_path=str(corpus(tmp_path, tokenizer="char")))
+    saved = saved_run(tmp_path / "run", TRANSFORMER, tokenizer=open_dataset(data).tokenizer, data=data)
     tool = in_process(ROOT / "tools" / "convert_checkpoint.py", capsys)
     code, output, errors = tool("--from", "ff-transformer", tmp_path / "run", "--output", tmp_path / "new")
     assert (code, errors) == (0, "") and "new: 24 persistent vectors of a head, of as many units; " in output
+    told = re.search(r"loss of ([\d,]+) validation tokens: ([\d.]+) before, ([\d.]+) after", output)
+    assert told is not None
+    (before, count), (after, _) = (validation_loss(tmp_path / name, data) for name in ("run", "new"))
+    assert told.groups() == (f"{count:,}", f"{before:.4f}", f"{after:.4f}") and before != after
     assert inspect(tmp_path / "new", every_byte=True).intact
     new = read_run(tmp_path / "new")
     model, vocab_size = new.run.model, saved.state["vocab_size"]
@@ -73,6 +82,14 @@ def test_a_run_becomes_another(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name in ("embedding.weight", "output.bias", "layers.0.query.weight", "layers.1.span", "position.key"):
         assert new.weights.read(name).equal(saved.weights.read(name)), name
     assert log_probabilities(new, torch.arange(9)[None] % vocab_size).isfinite().all()
+
+
+def test_without_its_data_the_loss_is_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_run(tmp_path / "run", TRANSFORMER, data=DataConfig(data_path=str(tmp_path / "gone")))
+    tool = in_process(ROOT / "tools" / "convert_checkpoint.py", capsys)
+    code, output, errors = tool("--from", "ff-transformer", tmp_path / "run", "--output", tmp_path / "new")
+    assert (code, errors) == (0, "") and inspect(tmp_path / "new", every_byte=True).intact
+    assert f"note: the loss before and after was not measured: --data-path {tmp_path / 'gone'}" in output
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

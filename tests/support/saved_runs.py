@@ -9,7 +9,7 @@ import torch
 from megatron_allattn.checkpoint import save
 from megatron_allattn.checkpoint.conversion import SavedRun, read_run
 from megatron_allattn.checkpoint.tensors import same_bits
-from megatron_allattn.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_allattn.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megatron_allattn.data.tokenizers import NullTokenizer, Tokenizer
 from megatron_allattn.engine.plain import PlainEngine
 from megatron_allattn.kernels.fused import FusedOps
@@ -51,16 +51,17 @@ def saved_run(
     steps: int = 2,
     vocab_size: int = VOCABULARY,
     tokenizer: Tokenizer | None = None,
+    data: DataConfig | None = None,
 ) -> SavedRun:
     """A run folder with one checkpoint, whose spans differ. Its last update was left out, its rate has dropped.
 
-    tokenizer: bare numbers if left out; else its vocabulary is the model's.
+    tokenizer: bare numbers if left out; else its vocabulary is the model's · data: what it is said to be trained on.
     """
     tokenizer = tokenizer or NullTokenizer(vocab_size)
     vocab_size = tokenizer.vocab_size
     training = TrainingConfig(seq_length=12, global_batch_size=3)
     settings = OptimizerConfig(optimizer=optimizer, clip_grad=0.5, lr_decay_style="plateau")
-    run = RunConfig(model=model, optimizer=settings, training=training)
+    run = RunConfig(model=model, optimizer=settings, training=training, data=data or DataConfig())
     groups = single_process_groups()
     network = Network(model, vocab_size, groups.tensor, FusedOps("torch"))
     initialize(network, 5)
