@@ -22,6 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends
+
+if __name__ == "__main__":
+    tell_early_ends()  # numpy is loaded next
+
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.cluster.jobs import margin
 from megatron_allattn.cluster.jobs.arguments import Submitted, submitted
@@ -29,7 +34,6 @@ from megatron_allattn.cluster.jobs.lives import FOLDER
 from megatron_allattn.cluster.jobs.script import JobOptions, job_text, write_job
 from megatron_allattn.cluster.planning.devices import device_named
 from megatron_allattn.config import UsageError, check_world, load_deepspeed_json, usage_error
-from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
 from megatron_allattn.data.manifest import vocabulary_size
 

@@ -22,6 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends
+
+if __name__ == "__main__":
+    tell_early_ends()  # torch is loaded next
+
 from megatron_allattn.ablation.cells import (
     VARIANTS,
     Cell,
@@ -40,7 +45,6 @@ from megatron_allattn.checkpoint.run_folder import check_outside
 from megatron_allattn.cluster.jobs.script import JobOptions, array_text
 from megatron_allattn.config import RunConfig, UsageError, parse, usage_error
 from megatron_allattn.config.parameters import count_parameters
-from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
 from megatron_allattn.data.manifest import vocabulary_size
 

@@ -43,10 +43,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from megatron_allattn.config.reporting import refuse, run_program, tell_early_interrupts
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends
 
 if __name__ == "__main__":
-    tell_early_interrupts()  # torch is loaded next
+    tell_early_ends()  # torch is loaded next
 
 from megatron_allattn.checkpoint import adaptive_span, shards, single_file, universal, warm_start
 from megatron_allattn.checkpoint.companion import check_companion, check_vocabulary_size, read_companion

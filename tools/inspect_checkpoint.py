@@ -15,9 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends
+
+if __name__ == "__main__":
+    tell_early_ends()  # numpy is loaded next
+
 from megatron_allattn.checkpoint.inspect import Inspection, difference, inspect
 from megatron_allattn.config.errors import UsageError
-from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser
 
 

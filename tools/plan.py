@@ -24,13 +24,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends
+
+if __name__ == "__main__":
+    tell_early_ends()  # numpy is loaded next
+
 from megatron_allattn.benchmark.plots import check_plotting
 from megatron_allattn.benchmark.profiles import FLAG, packaged, read_profile
 from megatron_allattn.cluster.planning.devices import DEVICES, Device, device_named
 from megatron_allattn.config import RECIPES, RunConfig, UsageError, usage_error
 from megatron_allattn.config.checks import check_output
 from megatron_allattn.config.cli import parse
-from megatron_allattn.config.reporting import refuse, run_program
 from megatron_allattn.config.tool_flags import ToolParser, count
 from megatron_allattn.data.manifest import vocabulary_size
 

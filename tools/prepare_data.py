@@ -21,12 +21,16 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+from megatron_allattn.config.reporting import Output, run_program, tell_early_ends
+
+if __name__ == "__main__":
+    tell_early_ends()  # numpy is loaded next
+
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megatron_allattn.config.errors import UsageError, usage_error
-from megatron_allattn.config.reporting import Output, run_program
 from megatron_allattn.config.tool_flags import ToolParser
 from megatron_allattn.data.corpora import Corpus, files_corpus, standard_library
 from megatron_allattn.data.manifest import Manifest

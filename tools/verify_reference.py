@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from megatron_allattn.config.reporting import refuse, run_program, tell_early_interrupts, without_interrupts
+from megatron_allattn.config.reporting import refuse, run_program, tell_early_ends, without_interrupts
 
 if __name__ == "__main__":
-    tell_early_interrupts()  # torch is loaded next
+    tell_early_ends()  # torch is loaded next
 
 import torch
 import torch.multiprocessing

@@ -34,6 +34,9 @@ ENDS_FOR_ANOTHER = "ALLATTN_ENDS_FOR_ANOTHER"
 STOPPED = 3
 """Exit code of a training that was asked to stop and has saved."""
 
+NEEDED = ("deepspeed", "numpy", "torch", "tqdm", "tyro")
+"""Packages that no program does without for long."""
+
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -71,15 +74,25 @@ def interrupted() -> int:
     return 1
 
 
-def tell_early_interrupts() -> None:
-    """For a program whose own imports take seconds: an interruption before `run_program` is one line too."""
+def tell_early_ends() -> None:
+    """For a program that imports torch or numpy itself: an interruption or a lack of them before `run_program` is one
+    line too."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             os._exit(interrupted())
+        if isinstance(error, ModuleNotFoundError) and error.name in NEEDED:
+            os._exit(_lacking(error.name))
         sys.__excepthook__(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _lacking(package: str) -> int:
+    rule = (
+        "is not installed in this environment; activate the project's (. .venv/bin/activate), which `make venv` makes"
+    )
+    return refuse(UsageError(f"{sys.executable}: {package} {rule}"))
 
 
 @contextmanager
@@ -97,7 +110,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a program and end the process with the exit code of `main`, or of the SystemExit that it raises.
 
     What `main` does not treat itself is told in one line where it is an interruption, such as one while it loads torch,
-    or a path that cannot be used.
+    a path that cannot be used, or a Python without the packages that every environment of the project has.
 
     While it runs, printing raises no OSError. Output that nobody reads any more is no fault; any other failure to print
     is told in one line on stderr at the end and turns exit code 0 into 1, unless `tell_lost_output` has told it before.
@@ -113,6 +126,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         code = interrupted()
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        code = _lacking(error.name)
     except OSError as error:
         if not isinstance(mistake := as_mistake(error), UsageError):
             raise

@@ -4,6 +4,7 @@ import errno
 import io
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from megatron_allattn.config.reporting import Output, run_program, tell_lost_output, without_interrupts
 from tests.support.forked import run_forked
+from tests.support.template import ROOT
 
 FULL = "/dev/full"
 
@@ -113,10 +115,47 @@ def test_an_interruption_is_one_line(tmp_path: Path) -> None:
     [("raise KeyboardInterrupt", 1, "error: interrupted"), ("raise ValueError", 1, "ValueError")],
 )
 def test_an_interruption_of_a_programs_imports_is_one_line(body: str, code: int, line: str) -> None:
-    program = f"from megatron_allattn.config.reporting import *; tell_early_interrupts(); {body}"
+    program = f"from megatron_allattn.config.reporting import *; tell_early_ends(); {body}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, line)
     assert done.stderr.count("\n") == 1 or line == "ValueError"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain.py --recipe demo",
+        "launch/submit.py --recipe demo --save run",
+        "tools/ablation.py --output all",
+        "tools/benchmark.py attention",
+        "tools/convert_checkpoint.py --to safetensors --load run --output file",
+        "tools/evaluate.py --load run",
+        "tools/generate.py --load run --prompt a",
+        "tools/inspect_checkpoint.py run",
+        "tools/plan.py --recipe demo",
+        "tools/prepare_data.py byte --input file --output-prefix data",
+        "tools/report.py run",
+        "tools/verify_reference.py file",
+    ],
+)
+def test_a_python_without_the_packages_is_one_line(command: str, tmp_path: Path) -> None:
+    program, *flags = command.split()
+    bare = [sys.executable, "-S", ROOT / program, *flags]  # -S: it sees nothing that was installed
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(bare, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: \S+: (\w+) is not installed in this environment; activate the project's .*\n", done.stderr
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lack_that_is_no_packages_of_the_project_is_not_hidden() -> None:
+    program = (
+        "from megatron_allattn.config.reporting import *; run_program(lambda: __import__('megatron_allattn.nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "megatron_allattn.nothing" in done.stderr
 
 
 def test_a_process_that_is_started_is_not_interrupted() -> None:
