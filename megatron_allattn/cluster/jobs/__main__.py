@@ -8,7 +8,8 @@
         after training
 
 Each may say instead what becomes of the job: `requeue`, `requeue NODES` (that it leaves out from then on), `stop CODE`
-or `leave`. They read what `scontrol show job` says of it from their standard input. Exit code 0, or 2 for a mistake
+or `leave`. A second line is to be added to the job's comment (remembered.py). They read what `scontrol show job` says
+of it from their standard input. Exit code 0, or 2 for a mistake
 (`stop 2`): the line is printed.
 """
 
@@ -23,9 +24,8 @@ from typing import Any
 from megatron_allattn.checkpoint.files import StorageError
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.checkpoint.run_folder import OUTCOME, unwritable
-from megatron_allattn.cluster.jobs import arguments, endings, health, margin
+from megatron_allattn.cluster.jobs import arguments, endings, health, margin, remembered
 from megatron_allattn.cluster.jobs.lives import History, Job, Limits, Next, given_up, next_action
-from megatron_allattn.cluster.jobs.output import BEGUN, Output
 from megatron_allattn.cluster.nodes.checks import table
 from megatron_allattn.cluster.nodes.names import node_name
 from megatron_allattn.config.errors import UsageError
@@ -64,13 +64,9 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     history = History(job.run_folder)
     if given.signal_seconds is not None and seen.time_limit is not None:
         margin.check_time(given.signal_seconds, seen.time_limit, f"{seen.time_limit // 60}")
-    output = Output.of(seen, given.job)
-    if not history.exists and (unseen := output.unseen(history.folder, given.restart)) is not None:
-        blind = f"{node_name()} {unseen}"
-        if (already := output.left_out(seen, given.restart)) < BLIND:
-            return _answer(Next(action="requeue", reason=blind, exclude=(*seen.excluded, node_name())))
-        reason = f"{blind}, and {already} nodes are left out for that already: look at it, then submit the job again"
-        return _answer(Next(action="stop", reason=reason, exit_code=1))
+    has_begun = remembered.begun(seen.comment)
+    if given.restart > 0 and has_begun and not history.tells_of(given.job):
+        return _blind(history, seen, given.job)
     busy = _wait_for_lock(job.run_folder, given.lock_seconds)
     if busy is not None and given.restart == 0:
         raise busy
@@ -86,13 +82,29 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     (life / HEALTH).mkdir(exist_ok=True)
     _write_words(life / "arguments", job.of_life(given.signal_seconds))
     _write_words(life / "needs", _needs(job))
-    begun = f"{BEGUN.format(job=given.job)} {history.newest_step()}"
-    _say(f"life {number} of {job.run_folder}{begun}; what ranks print is in {life}")
+    goes_on = f"goes on from step {history.newest_step()}"
+    _say(f"life {number} of {job.run_folder}, job {given.job}: {goes_on}; what ranks print is in {life}")
     found = margin.measured(job.run_folder)
     deadline = job.run.checkpoint.stop_deadline_minutes
     for line in margin.notes(found, given.signal_seconds, deadline, seen.time_limit):
         _say(f"warning: {line}")
     print(f"begun {life.absolute()}")
+    if not has_begun:
+        print(remembered.BEGUN)
+    return 0
+
+
+def _blind(history: History, seen: Job, job: str) -> int:
+    """Another node is tried in place of this one, on which the job would begin anew."""
+    host, tried = node_name(), remembered.tries(seen.comment)
+    reason = f"{host} does not see what job {job} has done: nothing in {history.folder} tells of it"
+    if not seen.running:  # a requeue would undo it
+        return _answer(Next(action="leave", reason=f"the job was ended by others, and {reason}"))
+    if tried >= BLIND:
+        reason += f", and {tried} nodes are left out for that already: look at that folder, then submit the job again"
+        return _answer(Next(action="stop", reason=reason, exit_code=1))
+    _answer(Next(action="requeue", reason=reason, exclude=(*seen.excluded, host)))
+    print(f"{remembered.UNSEEN} {host}")
     return 0
 
 

@@ -11,6 +11,7 @@ with the node on which its batch script ran, or killed. `next_action` is the who
     somebody else has ended the job                 nothing is done about it
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
@@ -84,15 +85,15 @@ class Job:
     excluded: tuple[str, ...] = ()
     """Nodes that it leaves out."""
 
-    output: str | None = None
-    """The file into which its batch script prints, in all lives."""
+    comment: str = ""
+    """The user's, and what was added to it (remembered.py)."""
 
     time_limit: int | None = None
     """Seconds that it has, None where there is no limit, or none is told."""
 
     @classmethod
     def parse(cls, text: str) -> "Job":
-        """From the text of `scontrol show job` in any layout. Raises UsageError: it is none."""
+        """From the text of `scontrol show job`, whose comment has a line of its own. Raises UsageError: it is none."""
         words = dict(word.split("=", 1) for word in text.split() if "=" in word)
         if "JobState" not in words:
             raise usage_error("scontrol", text, "says nothing of a job's state", "look at what it prints")
@@ -102,7 +103,7 @@ class Job:
             out_of_time=words.get("Reason") == "TimeLimit" or words["JobState"] == "TIMEOUT",
             requeue=words.get("Requeue", "1") != "0",
             excluded=() if left_out == "(null)" else tuple(expand_nodes(left_out, "ExcNodeList")),
-            output=words.get("StdOut"),
+            comment=found[1] if (found := re.search(r"^\s*Comment=(.*)$", text, re.MULTILINE)) else "",
             time_limit=seconds(limit) if limit[:1].isdecimal() else None,
         )
 
@@ -126,10 +127,9 @@ class History:
         self.folder = run_folder / FOLDER
         self._path = self.folder / HISTORY
 
-    @property
-    def exists(self) -> bool:
-        """Whether a life has ever begun."""
-        return self._path.exists()
+    def tells_of(self, job: str) -> bool:
+        """Whether a life of this job has begun here."""
+        return any(record["kind"] == "begin" and record["job"] == job for record in self._records())
 
     @property
     def stop_asked(self) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,11 +29,14 @@ with (here / "calls.jsonl").open("a") as calls:
 def run_folder():
     return pathlib.Path(plan["run"])
 
-if name == "scontrol" and words[0] == "show":
+kept = here / "comment"
+if name == "scontrol" and words[:2] == ["show", "job"]:
+    print(f"JobState={{plan.get('state', 'RUNNING')}} Reason=None\\n   Requeue=1 Restarts=0")
+    print(f"   ReqNodeList=(null) ExcNodeList={{plan.get('excluded', '(null)')}}\\n   NodeList=n1")
+    if kept.exists():
+        print(f"   Comment={{kept.read_text()}} \\n   StdIn=/dev/null")
+elif name == "scontrol" and words[0] == "show":
     print(plan["hosts"].replace(",", "\\n"))
-elif name == "scontrol" and words[0] == "--oneliner":
-    excluded, printed = plan.get("excluded", "(null)"), here / "allattn-41.out"
-    print(f"JobState=RUNNING Reason=None Requeue=1 ExcNodeList={{excluded}} StdOut={{printed}}")
 elif name == "scontrol":
     failed = here / "failed"
     tries = len(failed.read_text()) if failed.exists() else 0
@@ -43,6 +45,8 @@ elif name == "scontrol":
         sys.exit("slurm_suspend error: Unable to contact slurm controller (connect failure)")
     if words[0] in plan.get("refused", []):
         sys.exit("Requested operation is presently disabled for job 41")
+    for comment in (word.removeprefix("Comment=") for word in words if word.startswith("Comment=")):
+        kept.write_text(comment)
 elif name == "apptainer":
     sys.exit(subprocess.run(words[words.index("/shared/allattn.sif") + 1:]).returncode)
 elif any(word.endswith("megatron_allattn.cluster.jobs") for word in words):
@@ -80,9 +84,17 @@ class Stage:
     folder: Path
 
     def start(
-        self, *arguments: str, text: str = TEXT, variables: dict[str, str] | None = None, **plan: object
+        self,
+        *arguments: str,
+        text: str = TEXT,
+        variables: dict[str, str] | None = None,
+        new_session: bool = False,
+        **plan: object,
     ) -> "subprocess.Popen[str]":
-        """The script as a batch shell runs it: a copy of the file, in the folder of the submission."""
+        """The script as a batch shell runs it: a copy of the file, in the folder of the submission.
+
+        new_session: so that a signal can be sent to all its processes.
+        """
         run = self.folder / "run"
         (self.folder / "plan.json").write_text(json.dumps({"run": str(run), "hosts": "n1,n2", "outcome": DONE} | plan))
         (self.folder / "slurm_script").write_text(text)
@@ -96,12 +108,13 @@ class Stage:
             "SLURM_NTASKS_PER_NODE": "4",
             "SLURM_CPUS_PER_TASK": "6",
         }
-        (self.folder / "allattn-41.out").touch()
         path = f"{self.folder / 'bin'}:{environment()['PATH']}"
         env = environment({"PATH": path, "PYTHON": sys.executable, **slurm, **(variables or {})})
         command = ["bash", str(self.folder / "slurm_script"), "--save", str(run), *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.folder, env=env, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=new_session
+        )
 
     def run(self, *arguments: str, code: int = 0, **given: object) -> str:
         """To its end; what it has printed on stderr."""
@@ -109,10 +122,7 @@ class Stage:
 
     def finish(self, process: "subprocess.Popen[str]", code: int = 0) -> str:
         output, errors = process.communicate(timeout=600)
-        with (self.folder / "allattn-41.out").open("a") as printed:
-            printed.write(output + errors)
-        assert process.returncode == code, output + errors
-        assert re.fullmatch(r"[0-9-]+ [0-9:]+ job 41\S*, restart \d+: the batch script runs on .+\n", output)
+        assert process.returncode == code and not output, output + errors
         return errors
 
     def calls(self, name: str) -> list[list[str]]:
@@ -122,8 +132,10 @@ class Stage:
 
     @property
     def orders(self) -> list[list[str]]:
-        """What the controller was told to do."""
-        return [words for words in self.calls("scontrol") if words[0] not in ("show", "--oneliner")]
+        """What the controller was told to do, but for the note that the job has begun."""
+        return [
+            words for words in self.calls("scontrol") if words[0] != "show" and words[2:] != ["Comment=allattn: begun"]
+        ]
 
     @property
     def training(self) -> list[str]:
@@ -267,14 +279,15 @@ def test_an_element_of_an_array_is_named_by_its_place(stage: Stage) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "3"}
     stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, variables=array)
     assert stage.orders == [["requeue", "41_3"]]
-    assert {tuple(words) for words in stage.calls("scontrol") if words[0] == "--oneliner"} == {
-        ("--oneliner", "show", "job", "41_3")
-    }
+    shown = {tuple(words) for words in stage.calls("scontrol") if words[:2] == ["show", "job"]}
+    assert shown == {("show", "job", "41_3")}
+    assert ["update", "JobId=41_3", "Comment=allattn: begun"] in stage.calls("scontrol")
 
 
 def test_the_controller_may_be_away(stage: Stage) -> None:
-    stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, controller_away=3)
+    told = stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, controller_away=4)
     assert stage.orders == [["requeue", "41"]] * 4
+    assert "warning: SLURM keeps no comment of job 41: on a node that does not see the run folder it would" in told
 
 
 def test_what_the_controller_refuses_is_not_asked_again(stage: Stage) -> None:
@@ -306,7 +319,7 @@ def test_what_would_only_happen_again_is_not_requeued(stage: Stage, outcome: str
 def test_mistakes_in_the_arguments_end_it_before_anything_runs(stage: Stage) -> None:
     errors = stage.run("--lr", "fast", code=2)
     assert errors == "error: --lr fast: must be a number; the default is 0.001\n"
-    assert [words[:2] for words in stage.calls("scontrol")] == [["--oneliner", "show"]]
+    assert [words[:2] for words in stage.calls("scontrol")] == [["show", "job"]]
     assert not (stage.folder / "run").exists()
 
 
@@ -390,10 +403,52 @@ def test_it_is_submitted_from_a_checkout(stage: Stage, tmp_path: Path) -> None:
 def test_a_node_that_does_not_see_the_checkout_any_more_is_left_out_once(stage: Stage, tmp_path: Path) -> None:
     again = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n4", "SLURM_RESTART_COUNT": "1"}
     stage.run(variables=again, excluded="n[7-9]")
-    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n[7-9],n4"]]
+    orders = [
+        ["requeue", "41"],
+        ["update", "JobId=41", "ExcNodeList=n[7-9],n4", "Comment=allattn: lacking on n4"],
+    ]
     assert stage.orders == orders
-    stage.run(code=2, variables=again | {"SLURM_RESTART_COUNT": "2"}, excluded="n[4,7-9]")
+    stage.run(code=2, variables=again | {"SLURM_RESTART_COUNT": "2", "SLURMD_NODENAME": "n5"}, excluded="n[4,7-9]")
     assert stage.orders == orders
+
+
+def test_a_cancelled_job_is_not_tried_on_another_node(stage: Stage, tmp_path: Path) -> None:
+    again = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
+    stage.run(code=2, variables=again, state="COMPLETING")
+    assert stage.orders == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_while_it_looks_for_the_packages_is_no_lack_of_them(stage: Stage, tmp_path: Path, number: int) -> None:
+    """As where a container takes its time to start. SLURM signals all processes."""
+    slow = tmp_path / "python"
+    looks = f'[ "$1" = -c ] && touch {tmp_path}/looks && timeout 3 tail -f /dev/null'
+    slow.write_text(f'#!/bin/sh\n{looks}\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    process = stage.start(variables={"PYTHON": str(slow), "SLURM_RESTART_COUNT": "1"}, new_session=True)
+    while not (tmp_path / "looks").exists():
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    told = stage.finish(process)
+    assert f"requeued: asked to stop ({signal.Signals(number).name.removeprefix('SIG')}), and ended before" in told
+    assert stage.orders == [["requeue", "41"]] and "no Python" not in told
+
+
+def test_a_node_that_does_not_see_the_run_is_noted_behind_the_users_own_comment(stage: Stage) -> None:
+    (stage.folder / "comment").write_text("project = 7; billed")
+    again = {"SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "n4"}
+    stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"})
+    begun = "project = 7; billed; allattn: begun"
+    assert stage.orders == [["update", "JobId=41", f"Comment={begun}"], ["requeue", "41"]]
+    (stage.folder / "run").rename(stage.folder / "hidden")
+    told = stage.run(variables=again)
+    assert "requeued: n4 does not see what job 41 has done" in told and not (stage.folder / "run/jobs").exists()
+    assert stage.orders[2:] == [
+        ["requeue", "41"],
+        ["update", "JobId=41", "ExcNodeList=n4", f"Comment={begun}; allattn: unseen on n4"],
+    ]
+    (stage.folder / "hidden").rename(stage.folder / "run")
+    assert "life 2 of" in stage.run(variables=again) and len(stage.orders) == 4
 
 
 def test_how_early_it_is_told_to_stop_may_be_told(stage: Stage) -> None:
@@ -419,5 +474,6 @@ def test_an_answer_is_not_waited_for_till_the_end_of_the_job(stage: Stage, tmp_p
     began = time.monotonic()
     assert stage.run(code=2, variables=variables) == f"error: {hanging} gave no answer on n4\n"
     stage.run(variables=variables | {"SLURM_RESTART_COUNT": "1"})
-    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4"]]
+    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4", "Comment=allattn: lacking on n4"]]
+    assert stage.orders == orders
     assert time.monotonic() - began < 200

@@ -4,7 +4,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,21 +15,29 @@ from megatron_allattn.cluster.jobs.__main__ import main
 from megatron_allattn.config import parse
 
 ALIVE = "JobState=RUNNING Reason=None Requeue=1 ExcNodeList=(null)"
-Ask = Callable[..., tuple[str, str]]
+
+
+@dataclass
+class Ask:
+    """Asks for a decision: its line, and what it told people. note: what it adds to the job's comment."""
+
+    patch: pytest.MonkeyPatch
+    printed: pytest.CaptureFixture[str]
+    note: str = ""
+
+    def __call__(self, *words: str, job: str = ALIVE, code: int = 0) -> tuple[str, str]:
+        self.patch.setattr("sys.stdin", io.StringIO(job))
+        assert main(words) == code
+        output, errors = self.printed.readouterr()
+        line, *notes = output.splitlines()
+        (self.note,) = notes or [""]
+        assert code == 0 or output == "stop 2\n"
+        return line, errors
 
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """A command; its line, and what it told people."""
-
-    def asked(*words: str, job: str = ALIVE, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(job))
-        assert main(words) == code
-        output, errors = capsys.readouterr()
-        assert output.count("\n") == 1 and (code == 0 or output == "stop 2\n")
-        return output.strip(), errors
-
-    return asked
+    return Ask(monkeypatch, capsys)
 
 
 def start(ask: Ask, run: Path, *flags: str, options: tuple[str, ...] = (), job: str = "7") -> Path:
@@ -120,59 +128,44 @@ def test_ranks_of_an_earlier_life_are_waited_for(ask: Ask, tmp_path: Path) -> No
     assert time.monotonic() - began > 1.4
 
 
+@pytest.mark.parametrize("own", ["", "project 7, allattn"])
 def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
-    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    """That it has, tells the file into which its earlier lives have printed. Whom the user leaves out is no matter."""
-    monkeypatch.setenv("SLURMD_NODENAME", "n4")
-    run, printed = tmp_path / "run", tmp_path / "allattn-7.out"
-    job = f"{ALIVE} StdOut={printed}".replace("(null)", "n[6-9]")
-    printed.write_text(f"2026-11-30 20:00:00 life 1 of {run}, job 7: goes on from step 0; what ranks print is in x\n")
-    for restart in (1, 2, 3):
-        words = ("begin", "--job", "7", "--restart", str(restart), "--", "--save", str(run))
-        line, told = ask(*words, job=job)
-        assert line == "requeue n6,n7,n8,n9,n4"
-        assert f"n4 does not see what job 7 has done: {run}/jobs is not there, though {printed} tells of it" in told
-        with printed.open("a") as output:
-            output.write(told)
-    line, told = ask(*words, job=job)
-    assert line == "stop 1" and "and 3 nodes are left out for that already: look at it, then submit the job" in told
-    assert not run.exists()
+    """That it has, is remembered in the job's comment. Whom the user leaves out, and lives before, are no matter."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    start(ask, elsewhere)
+    assert ask.note == "allattn: begun"
+    start(ask, run, job="6")  # of a run there before
+    comment = f"{own}; {ask.note}" if own else ask.note
+    for host in ("n4", "n5", "n1"):
+        monkeypatch.setenv("SLURMD_NODENAME", host)
+        words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(run))
+        line, told = ask(*words, job=f"{ALIVE.replace('(null)', 'n[6-9]')}\n   Comment={comment} \n   StdIn=x")
+        assert line == f"requeue n6,n7,n8,n9,{host}" and ask.note == f"allattn: unseen on {host}"
+        assert f"{host} does not see what job 7 has done: nothing in {run}/jobs tells of it" in told
+        comment += f"; {ask.note}"
+    line, told = ask(*words, job=f"{ALIVE}\nComment={comment}")
+    assert line == "stop 1" and "and 3 nodes are left out for that already: look at that folder, then" in told
+    assert not ask.note and (run / "jobs/lives.jsonl").read_text().count("\n") == 1
+    # a node that sees it goes on, and nothing is noted again
+    words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(elsewhere))
+    assert ask(*words, job=f"{ALIVE}\nComment={comment}")[0] == f"begun {elsewhere}/jobs/life-0002" and not ask.note
 
 
-RUNS = "2026-11-30 20:00:00 job 7, restart {}: the batch script runs on n1\n"
+def test_a_cancelled_job_is_not_tried_on_another_node(ask: Ask, tmp_path: Path) -> None:
+    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(tmp_path / "run"))
+    line, told = ask(*words, job="JobState=COMPLETING Reason=None Requeue=1\n   Comment=allattn: begun")
+    assert line == "leave" and "ended by others" in told and not ask.note
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_node_that_does_not_see_the_output_of_earlier_lives_either_is_left_out(
-    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is there, but begins with this life: it is on another disk, and so is the run folder."""
-    monkeypatch.setenv("SLURMD_NODENAME", "n4")
-    run, printed = tmp_path / "run", tmp_path / "allattn-7.out"
-    for restart, excluded, line in (
-        (1, "n[6-9]", "requeue n6,n7,n8,n9,n4"),
-        (3, "n[2-3]", "requeue n2,n3,n4"),
-        (4, "n[1-3]", "stop 1"),
-    ):
-        printed.write_text(RUNS.format(restart))
-        words = ("begin", "--job", "7", "--restart", str(restart), "--", "--save", str(run))
-        found, told = ask(*words, job=f"{ALIVE} StdOut={printed}".replace("(null)", excluded))
-        assert found == line
-        assert f"there is neither {run}/jobs nor what earlier lives have printed into {printed}" in told
-    assert not run.exists()
-
-
-@pytest.mark.parametrize(
-    "printed",
-    [RUNS.format(0) + "slurmstepd: error: *** JOB 7 ON n1 CANCELLED ***\n" + RUNS.format(1), "of others\n", None],
-)
-def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path, printed: str | None) -> None:
-    run, file = tmp_path / "run", tmp_path / "allattn-7.out"
-    if printed is not None:
-        file.write_text(printed)
-    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
-    line, told = ask(*words, job=f"{ALIVE} StdOut={file}")
-    assert line == f"begun {run}/jobs/life-0001" and f"life 1 of {run}, job 7: goes on from step 0; what" in told
+@pytest.mark.parametrize("comment", ["", "\n   Comment=(null)", "\n   Comment=allattn, begun again"])
+def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path, comment: str) -> None:
+    run = tmp_path / "run"
+    line, told = ask("begin", "--job", "7", "--restart", "1", "--", "--save", str(run), job=f"{ALIVE}{comment}")
+    assert line == f"begun {run}/jobs/life-0001" and ask.note == "allattn: begun"
+    assert f"life 1 of {run}, job 7: goes on from step 0; what" in told
 
 
 def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(ask: Ask, tmp_path: Path) -> None:
