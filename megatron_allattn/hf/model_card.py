@@ -111,7 +111,8 @@ def _evaluation(card: str | None) -> str:
 
 def _training(saved: SavedRun) -> str:
     state, values = saved.state, saved.run.to_dict()
-    data = f", on data of SHA-256 `{state['data_sha256']}`" if state.get("data_sha256") else ""
+    found = state.get("data_sha256")
+    data = f", on data of fingerprint `{found}` (of its tokenizer and its files' SHA-256)" if found else ""
     versions = ", ".join(f"{name} {version}" for name, version in (state.get("versions") or {}).items())
     head = f"{state['step']:,} steps of {saved.run.training.train_iters:,}, {saved.progress.tokens:,} tokens{data}"
     rows = [

@@ -331,7 +331,8 @@ class AllAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         """Ids [B, M] → logits [B, M, V] (log-probabilities with an adaptive softmax), of the last ones if asked.
 
         attention_mask [B, S]: 0 for padding, on the left; cache, or past_key_values as older transformers call it: what
-        a call before has returned; labels [B, M]: ids, shifted in here, −100 for none.
+        a call before has returned; labels [B, M]: ids, shifted in here, −100 for none; their loss is a mean over them,
+        or, where num_items_in_batch is among the others (as of a Trainer that accumulates), their sum over that number.
         """
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
@@ -348,7 +349,7 @@ class AllAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             assert not logits_to_keep, "labels need all logits"
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **others)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
 
     def _dropout(self, hidden: Tensor) -> Tensor:

@@ -163,6 +163,23 @@ def test_it_can_be_trained(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] and all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["all-attn", "adaptive"])
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path, kind: str) -> None:
+    """As transformers' Trainer asks for them: every part of a batch with the number of labels in the whole of it."""
+    _, model = exported(tmp_path, kind)
+    model.eval()
+    ids = torch.randint(0, VOCABULARY, (4, 30), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[2, :20] = -100
+    whole = model(ids, labels=labels).loss
+    expected = torch.autograd.grad(whole, [*model.parameters()])
+    number = (labels[:, 1:] != -100).sum()
+    parts = [model(ids[row, None], labels=labels[row, None], num_items_in_batch=number).loss for row in range(4)]
+    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)
+    for one, other in zip(torch.autograd.grad(sum(parts), [*model.parameters()]), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.layouts
 def test_a_vocabulary_of_hundreds_of_thousands_of_words(tmp_path: Path) -> None:
     """Fewer tokens are compared, and float32 does not add up so many probabilities."""
