@@ -14,6 +14,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: venv system-deps lint test test-layouts test-64 test-variants test-faults test-fuzz test-cluster demo benchmark gpu-check clean
 
 venv: $(READY)
+	@echo ".venv is ready: . .venv/bin/activate"
 
 # torch on its own first: what comes after it then takes it as it is
 $(READY): requirements.txt requirements-dev.txt setup.py

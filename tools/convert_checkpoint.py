@@ -239,7 +239,9 @@ def to_huggingface(saved: SavedRun, output: Path, wanted: Wanted) -> str:
         raise usage_error("--license", wanted.license, rule, "give one such as apache-2.0, or leave it out")
     told = Told(wanted.license, None if card is None else text_of_file("--evaluation-card", card, saved))
     compared = export.write(saved, output, compare_logits=wanted.compare_logits, told=told)
-    return f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}\n{WEIGHTS_ALONE}\n{compared}"
+    head = f"{output}: {len(saved.weights.names)} weights of {saved.step_folder}"
+    load_it = f'load it: transformers.AutoModelForCausalLM.from_pretrained("{output}", trust_remote_code=True)'
+    return "\n".join((head, WEIGHTS_ALONE, compared, load_it))
 
 
 def from_transformer(source: Path, output: Path, _: Given) -> str:

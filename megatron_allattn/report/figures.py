@@ -193,7 +193,7 @@ def speed_picture(run: Run) -> Picture:
         steps, gib = [one.step for one in memory], [one.peak_bytes / 2**30 for one in memory]
         style = {"color": PINK, "linewidth": 1.4, "marker": "o", "markersize": 3, "drawstyle": "steps-post"}
         axes.plot(steps, gib, gid="memory", **style)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(gib))  # it hardly changes: what is drawn at the upper edge would be cut
         value_axis(axes)
         label(axes, y="peak memory, GiB")
         kind = {"cuda": "GPU memory", "host": "host memory"}.get(memory[-1].device, memory[-1].device)

@@ -78,6 +78,9 @@ def _tell_end(session: Session, console: Console) -> None:
         console.say(f"stopped at step {session.step} by {name}; {kept}")
     elif run_folder is not None:
         console.say(f"run folder: {run_folder}")
+        console.say(
+            f"next: tools/generate.py, evaluate.py or convert_checkpoint.py --to huggingface, --load {run_folder}"
+        )
 
 
 def _tell_saved(session: Session, console: Console, *, wait: bool = False) -> None:
