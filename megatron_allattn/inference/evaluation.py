@@ -72,9 +72,6 @@ def run_evaluation(options: EvaluationOptions) -> int:
             groups.world,
             exit_code,
         )
-        if options.json and groups.rank == 0:
-            print(f"written to {options.json}; for a model card: tools/convert_checkpoint.py --to huggingface", end=" ")
-            print(f"--evaluation-card {options.json}", flush=True)
         return 0
 
     return as_rank(lambda world_size: check_replicas(options.parallel, world_size), options.parallel, body)

@@ -134,6 +134,7 @@ def test_logits_that_are_not_compared_are_told(trained: Path, tmp_path: Path, to
     assert output.splitlines()[1:] == [
         "note: it has the weights alone: a run from it begins at step 0, with a new optimizer and schedule",
         "logits were not compared (--no-compare-logits), only the tensors were",
+        f'load it: transformers.AutoModelForCausalLM.from_pretrained("{tmp_path}/out", trust_remote_code=True)',
     ]
 
 
