@@ -115,6 +115,9 @@ def _training(saved: SavedRun) -> str:
     data = f", on data of fingerprint `{found}` (of its tokenizer and its files' SHA-256)" if found else ""
     versions = ", ".join(f"{name} {version}" for name, version in (state.get("versions") or {}).items())
     head = f"{state['step']:,} steps of {saved.run.training.train_iters:,}, {saved.progress.tokens:,} tokens{data}"
+    source = state.get("source") or {}
+    if source.get("step"):
+        head = f"{source['step']:,} steps before it was converted (from {source['format']}), and after that {head}"
     rows = [
         f"| `{flag(name)}` | {json.dumps(value)} |"
         for section in _SECTIONS

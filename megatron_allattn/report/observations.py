@@ -86,7 +86,7 @@ def read_observations(run_folder: Path) -> Observations:
             heads = [one for one in heads if one.step <= step]
             memory = [one for one in memory if one.step <= step]
         elif kind == "heads":
-            _append(line, heads, _heads(line))
+            _append(line, heads, _heads(line, heads[0].spans.shape if heads else None))
         elif kind == "memory":
             found = Memory(step=step, peak_bytes=line.whole("peak_bytes"), device=line.text("device"))
             _append(line, memory, found)
@@ -120,11 +120,17 @@ def _start(line: Line) -> Start:
     return Start(step=line.step, layout=layout, seconds=None if math.isnan(seconds) else seconds)
 
 
-def _heads(line: Line) -> Heads:
+def _heads(line: Line, shape: tuple[int, ...] | None) -> Heads:
+    """shape: of the records before."""
     spans = line.matrix("spans")
     if spans is None:
         raise line.error("has no spans")
-    return Heads(step=line.step, spans=spans, **{name: line.matrix(name) for name in PERSISTENT})
+    others = {name: line.matrix(name) for name in PERSISTENT}
+    for name, values in {"spans": spans, **others}.items():
+        if values is not None and values.shape != (shape or spans.shape):
+            sizes = [" layers of ".join(map(str, one)) for one in (values.shape, shape or spans.shape)]
+            raise line.error(f"has {name} of {sizes[0]} heads, others are of {sizes[1]}")
+    return Heads(step=line.step, spans=spans, **others)
 
 
 def _lives(run_folder: Path) -> list[Start]:

@@ -1,5 +1,6 @@
 """The model card: what the Hub reads of it, and the numbers that it names."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def test_what_is_not_given_is_left_to_the_user(tmp_path: Path) -> None:
     assert "Not given: `tools/evaluate.py" in body
     assert "of variant `transformer`" in body and ", 0 of them in persistent vectors" in body
     assert "AutoTokenizer" not in body and "bare numbers" in body
+
+
+def test_a_run_that_was_converted_has_had_steps_before(tmp_path: Path) -> None:
+    saved = saved_run(tmp_path / "run", MODELS["all-attn"])
+    state = saved.state | {"source": {"format": "huggingface", "step": 12}}
+    body = model_card(replace(saved, state=state), CHARACTERS, Told(), "5.20")
+    assert "12 steps before it was converted (from huggingface), and after that 2 steps of 1,000, 84 tokens" in body
 
 
 def test_a_line_end_is_named(tmp_path: Path) -> None:

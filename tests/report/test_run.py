@@ -145,6 +145,16 @@ METRICS, OBSERVATIONS = "metrics.jsonl", "observations.jsonl"
         (OBSERVATIONS, '{"kind": "heads", "step": 1}', "line 1 has no spans"),
         (OBSERVATIONS, '{"kind": "heads", "step": 1, "spans": [[1], [1, 2]]}', "layers of unequal numbers of heads"),
         (OBSERVATIONS, '{"kind": "heads", "step": 1, "spans": [3]}', "expected a list of numbers for every layer"),
+        (
+            OBSERVATIONS,
+            '{"kind": "heads", "step": 1, "spans": [[1, 2]]}\n{"kind": "heads", "step": 2, "spans": [[1]]}',
+            "line 2 has spans of 1 layers of 1 heads, others are of 1 layers of 2",
+        ),
+        (
+            OBSERVATIONS,
+            '{"kind": "heads", "step": 1, "spans": [[1, 2]], "dead_vectors": [[1], [2]]}',
+            "line 1 has dead_vectors of 2 layers of 1 heads, others are of 1 layers of 2",
+        ),
         (OBSERVATIONS, '{"kind": "start", "step": 1}', "has world_size None, expected a whole number"),
         (OBSERVATIONS, '{"kind": "memory", "step": 1, "peak_bytes": -1}', "has peak_bytes -1"),
     ],
