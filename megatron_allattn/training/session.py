@@ -59,7 +59,7 @@ from megatron_allattn.training.resume import (
     trim_metrics,
 )
 from megatron_allattn.training.schedules import schedule_notes
-from megatron_allattn.training.sinks import check_sinks, open_mirrors
+from megatron_allattn.training.sinks import open_mirrors
 
 T = TypeVar("T")
 
@@ -223,7 +223,6 @@ def open_session(
         return agree(action, groups.world, exit_code)
 
     agreed(lambda: _check_precision(run, device))
-    agreed(lambda: check_sinks(run.logging))
     dataset = agreed(lambda: open_dataset(run.data, explicit, prepare=prepare_arguments(run.recipe)))
     agreed(lambda: check_vocabulary(run.model, dataset.tokenizer.vocab_size))
     agreed(lambda: _check_memory(run, dataset.tokenizer.vocab_size, groups.tensor.size, device))
@@ -386,7 +385,7 @@ def _evaluation_notes(run: RunConfig, dataset: Dataset) -> list[str]:
 
 
 def _open_metrics(run: RunConfig, step_folder: Path | None) -> Metrics:
-    """The first rank's, and its sinks, which are refused before a run folder is made that holds nothing."""
+    """The first rank's, and its sinks, which a new run is refused before its folder is made and holds nothing."""
     check_own_folder(run)
     step = 0 if step_folder is None else save.read_state(step_folder, save.RUN_FIELDS)["step"]
     return Metrics(run.checkpoint.save, open_mirrors(run, step))

@@ -12,17 +12,18 @@ A run that goes on from an earlier step makes records again, and its curves must
 W&B is offline unless WANDB_MODE says otherwise, and writes into the run folder unless WANDB_DIR does.
 """
 
-import importlib.util
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_allattn.checkpoint.files import write_json_atomic
-from megatron_allattn.config import LoggingConfig, RunConfig, UsageError, usage_error
+from megatron_allattn.config import RunConfig, UsageError, usage_error
 from megatron_allattn.config.json_files import read_json_object
 from megatron_allattn.training.mirror import Mirror, Record, Sink
 
@@ -33,38 +34,52 @@ WANDB_RUN = "wandb.json"
 _LAST_BYTES = 2**18  # of metrics.jsonl, in which the records of its last step are
 
 
-def check_sinks(logging: LoggingConfig) -> None:
-    """Refuse a sink whose package is absent. Raises UsageError with the package that brings it."""
-    for flag, value, package in (
-        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
-        ("--wandb-project", logging.wandb_project, "wandb"),
-    ):
-        if value is not None and importlib.util.find_spec(package) is None:
-            fix = f"pip install {package}, or leave the flag out"
-            raise usage_error(flag, value, f"the package {package} is not installed", fix)
-
-
 def open_mirrors(run: RunConfig, step: int) -> list[Mirror]:
     """The sinks that a run asks for, on its first rank. step: from which it goes on, 0 of a new one.
 
-    Raises UsageError: one cannot be used.
+    One that cannot be used is told, and a run that goes on does so without it. Raises UsageError: of a new run.
     """
     logging, goes_on = run.logging, run.checkpoint.goes_on
-    begun: list[tuple[str, object, Mirror]] = []
+    wanted: list[_Wanted] = []
     if (events := logging.tensorboard_dir) is not None:
         # in its own folder the records of `step` that stay are written again; another one's are not to be had
         purged = step if goes_on or not step else step + 1
-        begun.append(("--tensorboard-dir", events, Mirror("tensorboard", partial(TensorBoard, events, purged))))
+        wanted.append(_Wanted("--tensorboard-dir", events, "tensorboard", partial(TensorBoard, events, purged)))
     if (project := logging.wandb_project) is not None:
         opener = partial(WeightsAndBiases, project, run.checkpoint.save, run.to_dict(), goes_on=goes_on)
-        begun.append(("--wandb-project", project, Mirror("wandb", opener)))
+        wanted.append(_Wanted("--wandb-project", project, "wandb", opener))
+    begun = [(one, Mirror(one.package, one.opener) if find_spec(one.package) else None) for one in wanted]
     seconds = min(OPEN_SECONDS, 30 * run.parallel.distributed_timeout_minutes)
-    for flag, value, mirror in begun:
+    opened = []
+    for one, mirror in begun:
+        try:
+            opened.append(one.opened(mirror, seconds))
+        except UsageError as error:
+            if not (goes_on and step):
+                raise
+            print(f"warning: {error}; the run goes on without it, metrics.jsonl has all", file=sys.stderr, flush=True)
+    return opened
+
+
+class _Wanted(NamedTuple):
+    """A sink that a flag asks for; package: what it needs, and its name."""
+
+    flag: str
+    value: object
+    package: str
+    opener: Callable[[], Sink]
+
+    def opened(self, mirror: Mirror | None, seconds: float) -> Mirror:
+        """Raises UsageError: it cannot be used; mirror: None, where its package is not installed."""
+        if mirror is None:
+            fix = f"pip install {self.package}, or leave the flag out"
+            raise usage_error(self.flag, self.value, f"the package {self.package} is not installed", fix)
         try:
             mirror.wait_until_open(seconds)
         except Exception as error:  # the package's own: a folder that cannot be written, no login, no network
-            raise usage_error(flag, value, f"cannot be used ({error})", "correct it or leave the flag out") from error
-    return [mirror for *_, mirror in begun]
+            rule = f"cannot be used ({error})"
+            raise usage_error(self.flag, self.value, rule, "correct it or leave the flag out") from error
+        return mirror
 
 
 class TensorBoard(Sink):

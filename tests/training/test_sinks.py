@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_allattn.checkpoint.run_folder import METRICS
 from megatron_allattn.config import CheckpointConfig, LoggingConfig, ParallelConfig, RunConfig, UsageError
 from megatron_allattn.training import sinks
 from megatron_allattn.training.metrics import Metrics, drop_records_after
-from megatron_allattn.training.sinks import check_sinks, open_mirrors
+from megatron_allattn.training.sinks import open_mirrors
 from tests.support.commands import BIN, PRETRAIN, ROOT, TINY, Program, corpus, environment, records, run
 from tests.support.sinks import Points, offline_folders, tensorboard_points, wandb_points, wandb_run
 from tests.support.template import Template
@@ -160,13 +161,12 @@ def test_an_id_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_one_that_is_not_installed_is_refused_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, logging: LoggingConfig, flag: str, package: str
 ) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None if name == package else find_spec(name))
     with pytest.raises(UsageError) as refusal:
-        check_sinks(logging)
+        open_mirrors(RunConfig(logging=logging), 0)
     fix = f"pip install {package}, or leave the flag out"
     assert str(refusal.value) == f"{flag}: the package {package} is not installed; {fix}"
     assert f'"{package}": [' in (ROOT / "setup.py").read_text()
-    check_sinks(LoggingConfig())
 
 
 def test_one_that_cannot_be_opened_is_the_users_to_correct(tmp_path: Path) -> None:
@@ -176,6 +176,29 @@ def test_one_that_cannot_be_opened_is_the_users_to_correct(tmp_path: Path) -> No
         open_mirrors(wrong, 0)
     assert str(refusal.value).startswith(f"--tensorboard-dir {tmp_path / 'file' / 'events'}: cannot be used (")
     assert str(refusal.value).endswith("; correct it or leave the flag out")
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+def test_a_run_that_goes_on_does_so_without_one_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lacking: bool
+) -> None:
+    """As on a node without the package: the other sink is not lost with it."""
+    (tmp_path / "file").touch()
+    if lacking:
+        monkeypatch.setattr(sinks, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    run = replace(
+        config(tmp_path, wandb="p", load=tmp_path),
+        logging=LoggingConfig(tensorboard_dir=tmp_path / "file" / "events", wandb_project="p"),
+    )
+    with pytest.raises(UsageError):  # nothing is trained yet
+        open_mirrors(run, 0)
+    opened = open_mirrors(run, 7)
+    assert [mirror.name for mirror in opened] == ["wandb"]
+    for mirror in opened:
+        mirror.close(60)
+    told = capsys.readouterr().err
+    assert told.count("warning: ") == 1 and f"--tensorboard-dir {tmp_path}/file/events: " in told
+    assert ("is not installed" if lacking else "cannot be used (") in told and "the run goes on without it" in told
 
 
 def test_one_that_hangs_as_it_opens_holds_up_less_than_ranks_wait(
