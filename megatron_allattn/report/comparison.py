@@ -20,6 +20,8 @@ from megatron_allattn.report.style import (
     SERIES,
     Picture,
     blank_figure,
+    from_zero,
+    in_lines,
     in_short,
     label,
     legend,
@@ -30,6 +32,7 @@ from megatron_allattn.report.style import (
 )
 from megatron_allattn.report.thinning import smooth, thin, window_of
 
+_TITLE = 16  # letters of a line over the cells of a run
 _BESIDE = 3  # runs side by side in a row
 
 
@@ -95,7 +98,7 @@ def _overlay(
     if not named:
         return None
     if name in ("spans_time", "speed"):
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
     value_axis(axes, log=log)
     step_axis(axes)
     label(axes, y=unit)
@@ -119,7 +122,7 @@ def _side_by_side(runs: Sequence[Run], quantity: Quantity) -> Picture | None:
     told = []
     for axes, (run, values) in zip(grid, shown, strict=False):
         image = draw_heads(axes, values, norm, numbers=False)
-        axes.set_title(shortened(run.name), fontsize=9.5, color=INK, loc="left", parse_math=False)
+        axes.set_title(in_lines(run.name, _TITLE), fontsize=9.5, color=INK, loc="left", parse_math=False)
         told.append(f"{shortened(run.name)} {in_short(float(np.nanmean(values)))}")
     for axes in grid[len(shown) :]:
         axes.set_axis_off()

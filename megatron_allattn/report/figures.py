@@ -25,6 +25,7 @@ from megatron_allattn.report.style import (
     Mark,
     Picture,
     draw_marks,
+    from_zero,
     in_short,
     label,
     legend,
@@ -158,7 +159,7 @@ def rate_picture(run: Run) -> Picture:
     lr, norm = (thin(run.metrics.train[name]) for name in ("lr", "grad_norm"))
     upper.plot(lr.steps, lr.values, color=BLUE, linewidth=1.5, gid="lr")
     lower.plot(norm.steps, norm.values, color=ORANGE, linewidth=0.7, gid="grad_norm")
-    upper.set_ylim(bottom=0)
+    from_zero(upper)
     known = norm.known.values
     value_axis(upper)
     value_axis(lower, log=bool(len(known)) and known.min() > 0)
@@ -185,7 +186,7 @@ def speed_picture(run: Run) -> Picture:
     for gid, curve, alpha, width in (("raw-speed", rates, 0.22, 0.7), ("speed", mean, 1.0, 1.6)):
         thinned = thin(curve)
         upper.plot(thinned.steps, thinned.values, color=BLUE, gid=gid, alpha=alpha, linewidth=width)
-    upper.set_ylim(bottom=0)
+    from_zero(upper)
     value_axis(upper)
     label(upper, y="tokens per second")
     told = [f"Median {in_short(float(np.median(rates.known.values)))} tokens per second" if len(rates.known) else ""]
@@ -193,7 +194,7 @@ def speed_picture(run: Run) -> Picture:
         steps, gib = [one.step for one in memory], [one.peak_bytes / 2**30 for one in memory]
         style = {"color": PINK, "linewidth": 1.4, "marker": "o", "markersize": 3, "drawstyle": "steps-post"}
         axes.plot(steps, gib, gid="memory", **style)
-        axes.set_ylim(0, 1.1 * max(gib))  # it hardly changes: what is drawn at the upper edge would be cut
+        from_zero(axes)
         value_axis(axes)
         label(axes, y="peak memory, GiB")
         kind = {"cuda": "GPU memory", "host": "host memory"}.get(memory[-1].device, memory[-1].device)

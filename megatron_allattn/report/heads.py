@@ -20,6 +20,7 @@ from megatron_allattn.report.style import (
     ORANGE,
     Picture,
     draw_marks,
+    from_zero,
     in_short,
     label,
     legend,
@@ -208,7 +209,7 @@ def spans_picture(run: Run) -> Picture | None:
             thinned = thin(curve)
             (line,) = axes.plot(thinned.steps, thinned.values, color=color, linewidth=1.5, gid=gid)
             named.append((line, words))
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     value_axis(axes)
     step_axis(axes)
     label(axes, y="span, tokens")

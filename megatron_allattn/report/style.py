@@ -5,6 +5,8 @@ page turns their lightness over where the reader prefers dark, which keeps the h
 """
 
 import io
+import math
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +106,12 @@ def value_axis(axes: Any, *, log: bool = False) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(value)))
 
 
+def from_zero(axes: Any) -> None:
+    """A value axis that begins at 0, with room above: what hardly changes would lie on the frame."""
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, 1.05 * highest if math.isfinite(highest) and highest > 0 else None)
+
+
 def in_short(value: float) -> str:
     """0.0007 → 7e-4, 1.25 → 1.25, 1500 → 1.5k, 2000000 → 2M."""
     size = abs(value)
@@ -158,6 +166,11 @@ def marks_named(axes: Any, marks: Sequence[Mark]) -> list[tuple[Any, str]]:
     """The drawn marks with their labels, for `legend`."""
     drawn = {line.get_gid(): line for line in axes.lines}
     return [(drawn[mark.label], mark.label) for mark in marks if mark.label in drawn]
+
+
+def in_lines(words: str, width: int) -> str:
+    """A label over more than one line, cut at spaces and hyphens where it can be."""
+    return "\n".join(textwrap.wrap(shortened(words), width)) or words
 
 
 def shortened(words: str) -> str:
