@@ -64,9 +64,9 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     history = History(job.run_folder)
     if given.signal_seconds is not None and seen.time_limit is not None:
         margin.check_time(given.signal_seconds, seen.time_limit, f"{seen.time_limit // 60}")
-    has_begun = remembered.begun(seen.comment)
-    if given.restart > 0 and has_begun and not history.tells_of(given.job):
-        return _blind(history, seen, given.job)
+    first = remembered.begun_on(seen.comment)
+    if given.restart > 0 and first is not None and not history.tells_of(given.job):
+        return _blind(history, seen, f"job {given.job}, which began on {first}")
     busy = _wait_for_lock(job.run_folder, given.lock_seconds)
     if busy is not None and given.restart == 0:
         raise busy
@@ -89,19 +89,17 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     for line in margin.notes(found, given.signal_seconds, deadline, seen.time_limit):
         _say(f"warning: {line}")
     print(f"begun {life.absolute()}")
-    if not has_begun:
-        print(remembered.BEGUN)
     return 0
 
 
 def _blind(history: History, seen: Job, job: str) -> int:
     """Another node is tried in place of this one, on which the job would begin anew."""
     host, tried = node_name(), remembered.tries(seen.comment)
-    reason = f"{host} does not see what job {job} has done: nothing in {history.folder} tells of it"
+    reason = f"nothing in {history.folder} on {host} tells of {job}"
     if not seen.running:  # a requeue would undo it
         return _answer(Next(action="leave", reason=f"the job was ended by others, and {reason}"))
     if tried >= BLIND:
-        reason += f", and {tried} nodes are left out for that already: look at that folder, then submit the job again"
+        reason += f", and {tried} nodes are left out for that already: look which of them share that folder"
         return _answer(Next(action="stop", reason=reason, exit_code=1))
     _answer(Next(action="requeue", reason=reason, exclude=(*seen.excluded, host)))
     print(f"{remembered.UNSEEN} {host}")

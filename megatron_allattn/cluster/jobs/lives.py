@@ -11,7 +11,6 @@ with the node on which its batch script ran, or killed. `next_action` is the who
     somebody else has ended the job                 nothing is done about it
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
@@ -69,6 +68,19 @@ class Limits:
     idle: int = 10
 
 
+_WORDS_OF_PEOPLE = (
+    "Comment=",
+    "AdminComment=",
+    "SystemComment=",
+    "Command=",
+    "WorkDir=",
+    "StdErr=",
+    "StdIn=",
+    "StdOut=",
+)
+"""How lines of `scontrol show job` begin that may have anything in them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What SLURM says of the job right now (`scontrol show job`)."""
@@ -93,8 +105,10 @@ class Job:
 
     @classmethod
     def parse(cls, text: str) -> "Job":
-        """From the text of `scontrol show job`, whose comment has a line of its own. Raises UsageError: it is none."""
-        words = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        """From the lines of `scontrol show job`. Raises UsageError: they are none."""
+        lines = [line.strip().partition(" JobName=")[0] for line in text.splitlines()]
+        fields = " ".join(line for line in lines if not line.startswith(_WORDS_OF_PEOPLE))
+        words = dict(word.split("=", 1) for word in fields.split() if "=" in word)
         if "JobState" not in words:
             raise usage_error("scontrol", text, "says nothing of a job's state", "look at what it prints")
         left_out, limit = words.get("ExcNodeList", "(null)"), words.get("TimeLimit", "")
@@ -103,7 +117,7 @@ class Job:
             out_of_time=words.get("Reason") == "TimeLimit" or words["JobState"] == "TIMEOUT",
             requeue=words.get("Requeue", "1") != "0",
             excluded=() if left_out == "(null)" else tuple(expand_nodes(left_out, "ExcNodeList")),
-            comment=found[1] if (found := re.search(r"^\s*Comment=(.*)$", text, re.MULTILINE)) else "",
+            comment=next((line.removeprefix("Comment=") for line in lines if line.startswith("Comment=")), ""),
             time_limit=seconds(limit) if limit[:1].isdecimal() else None,
         )
 

@@ -31,7 +31,10 @@ def run_folder():
 
 kept = here / "comment"
 if name == "scontrol" and words[:2] == ["show", "job"]:
-    print(f"JobState={{plan.get('state', 'RUNNING')}} Reason=None\\n   Requeue=1 Restarts=0")
+    (here / "shows").touch()
+    time.sleep(plan.get("show_seconds", 0))
+    print(f"JobId=41 JobName=of JobState=PENDING\\n   JobState={{plan.get('state', 'RUNNING')}} Reason=None")
+    print("   Requeue=1 Restarts=0")
     print(f"   ReqNodeList=(null) ExcNodeList={{plan.get('excluded', '(null)')}}\\n   NodeList=n1")
     if kept.exists():
         print(f"   Comment={{kept.read_text()}} \\n   StdIn=/dev/null")
@@ -107,6 +110,7 @@ class Stage:
             "SLURM_NTASKS": str(4 * hosts),
             "SLURM_NTASKS_PER_NODE": "4",
             "SLURM_CPUS_PER_TASK": "6",
+            "SLURMD_NODENAME": "n1",
         }
         path = f"{self.folder / 'bin'}:{environment()['PATH']}"
         env = environment({"PATH": path, "PYTHON": sys.executable, **slurm, **(variables or {})})
@@ -134,7 +138,9 @@ class Stage:
     def orders(self) -> list[list[str]]:
         """What the controller was told to do, but for the note that the job has begun."""
         return [
-            words for words in self.calls("scontrol") if words[0] != "show" and words[2:] != ["Comment=allattn: begun"]
+            words
+            for words in self.calls("scontrol")
+            if words[0] != "show" and words[2:] != ["Comment=allattn: begun on n1"]
         ]
 
     @property
@@ -222,6 +228,7 @@ def test_spare_nodes_without_a_check(stage: Stage) -> None:
 
 def test_a_bad_node_is_left_out_by_a_requeue(stage: Stage) -> None:
     told = stage.run(bad=["n2"], excluded="n[7-9]")
+    assert not (stage.folder / "comment").exists()  # nothing is trained
     assert "requeued: n2: devices: found 7 GPUs, asked 8; mend; without n7,n8,n9,n2\n" in told
     assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n7,n8,n9,n2"]]
     assert len(stage.calls("srun")) == 1
@@ -281,13 +288,13 @@ def test_an_element_of_an_array_is_named_by_its_place(stage: Stage) -> None:
     assert stage.orders == [["requeue", "41_3"]]
     shown = {tuple(words) for words in stage.calls("scontrol") if words[:2] == ["show", "job"]}
     assert shown == {("show", "job", "41_3")}
-    assert ["update", "JobId=41_3", "Comment=allattn: begun"] in stage.calls("scontrol")
+    assert ["update", "JobId=41_3", "Comment=allattn: begun on n1"] in stage.calls("scontrol")
 
 
 def test_the_controller_may_be_away(stage: Stage) -> None:
     told = stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}, controller_away=4)
     assert stage.orders == [["requeue", "41"]] * 4
-    assert "warning: SLURM keeps no comment of job 41: on a node that does not see the run folder it would" in told
+    assert "warning: SLURM keeps no comment of job 41: on a node without the run folder it would begin anew" in told
 
 
 def test_what_the_controller_refuses_is_not_asked_again(stage: Stage) -> None:
@@ -414,8 +421,30 @@ def test_a_node_that_does_not_see_the_checkout_any_more_is_left_out_once(stage: 
 
 def test_a_cancelled_job_is_not_tried_on_another_node(stage: Stage, tmp_path: Path) -> None:
     again = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
-    stage.run(code=2, variables=again, state="COMPLETING")
-    assert stage.orders == []
+    told = stage.run(variables=again, state="COMPLETING")
+    assert stage.orders == [] and told.endswith("not requeued: job 41 was ended by others\n")
+
+
+@pytest.mark.parametrize(("outcome", "requeued"), [("COMPLETING", False), ("TIMEOUT", True)])
+def test_a_job_that_is_cancelled_while_it_is_decided_is_not_requeued(
+    stage: Stage, tmp_path: Path, outcome: str, requeued: bool
+) -> None:
+    """Its Python takes its time, as where a container has to start."""
+    slow, told = tmp_path / "python", tmp_path / "decides"
+    slow.write_text(f'#!/bin/sh\n{sys.executable} "$@"\ncode=$?\ncase "$*" in *" next "*) touch {told}\n')
+    with slow.open("a") as file:
+        file.write(f"while [ -e {told} ]; do timeout 0.1 tail -f /dev/null; done ;; esac\nexit $code\n")
+    slow.chmod(0o755)
+    stopped = {"outcome": "stopped", "step": 3, "reason": "SIGUSR1"}
+    process = stage.start(variables={"PYTHON": str(slow)}, outcome=stopped)
+    while not told.exists():
+        time.sleep(0.02)
+    plan = json.loads((stage.folder / "plan.json").read_text())
+    (stage.folder / "plan.json").write_text(json.dumps(plan | {"state": outcome}))
+    told.unlink()
+    errors = stage.finish(process)
+    assert stage.orders == ([["requeue", "41"]] if requeued else [])
+    assert ("not requeued: job 41 was ended by others\n" in errors) == (not requeued)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -434,15 +463,40 @@ def test_a_signal_while_it_looks_for_the_packages_is_no_lack_of_them(stage: Stag
     assert stage.orders == [["requeue", "41"]] and "no Python" not in told
 
 
+def test_a_signal_while_slurm_is_asked_changes_nothing_of_what_it_says(stage: Stage) -> None:
+    """SLURM signals all processes."""
+    (stage.folder / "comment").write_text("mine")
+    process = stage.start(show_seconds=1, new_session=True)
+    while not (stage.folder / "shows").exists():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert "requeued: asked to stop (USR1), and ended before it had saved" in stage.finish(process)
+    assert stage.orders == [["requeue", "41"]] and (stage.folder / "comment").read_text() == "mine"
+
+
+def test_what_people_write_is_not_taken_for_what_slurm_says(stage: Stage) -> None:
+    own = "JobState=FAILED Reason=TimeLimit Requeue=0 TimeLimit=5 ExcNodeList=n[1"
+    (stage.folder / "comment").write_text(own)
+    told = stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"})
+    assert "requeued: stopped by SIGUSR1 and saved at step 3" in told
+    assert stage.orders == [["update", "JobId=41", f"Comment={own}; allattn: begun on n1"], ["requeue", "41"]]
+    stage.run(bad=["n2"], excluded="n3")
+    assert stage.orders[2:] == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n3,n2"]]
+
+
 def test_a_node_that_does_not_see_the_run_is_noted_behind_the_users_own_comment(stage: Stage) -> None:
     (stage.folder / "comment").write_text("project = 7; billed")
     again = {"SLURM_RESTART_COUNT": "1", "SLURMD_NODENAME": "n4"}
     stage.run(outcome={"outcome": "stopped", "step": 3, "reason": "SIGUSR1"})
-    begun = "project = 7; billed; allattn: begun"
+    begun = "project = 7; billed; allattn: begun on n1"
     assert stage.orders == [["update", "JobId=41", f"Comment={begun}"], ["requeue", "41"]]
     (stage.folder / "run").rename(stage.folder / "hidden")
     told = stage.run(variables=again)
-    assert "requeued: n4 does not see what job 41 has done" in told and not (stage.folder / "run/jobs").exists()
+    assert (
+        f"requeued: nothing in {stage.folder}/run/jobs on n4 tells of job 41, which began on n1" in told
+        and not (stage.folder / "run/jobs").exists()
+    )
     assert stage.orders[2:] == [
         ["requeue", "41"],
         ["update", "JobId=41", "ExcNodeList=n4", f"Comment={begun}; allattn: unseen on n4"],

@@ -135,36 +135,35 @@ def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     """That it has, is remembered in the job's comment. Whom the user leaves out, and lives before, are no matter."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     start(ask, elsewhere)
-    assert ask.note == "allattn: begun"
     start(ask, run, job="6")  # of a run there before
-    comment = f"{own}; {ask.note}" if own else ask.note
-    for host in ("n4", "n5", "n1"):
+    comment = f"{own}; allattn: begun on n1" if own else "allattn: begun on n1"
+    for host in ("n4", "n5", "n2"):
         monkeypatch.setenv("SLURMD_NODENAME", host)
         words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(run))
         line, told = ask(*words, job=f"{ALIVE.replace('(null)', 'n[6-9]')}\n   Comment={comment} \n   StdIn=x")
         assert line == f"requeue n6,n7,n8,n9,{host}" and ask.note == f"allattn: unseen on {host}"
-        assert f"{host} does not see what job 7 has done: nothing in {run}/jobs tells of it" in told
+        assert f"nothing in {run}/jobs on {host} tells of job 7, which began on n1" in told
         comment += f"; {ask.note}"
     line, told = ask(*words, job=f"{ALIVE}\nComment={comment}")
-    assert line == "stop 1" and "and 3 nodes are left out for that already: look at that folder, then" in told
+    assert line == "stop 1" and "and 3 nodes are left out for that already: look which of them share" in told
     assert not ask.note and (run / "jobs/lives.jsonl").read_text().count("\n") == 1
-    # a node that sees it goes on, and nothing is noted again
+    # a node that sees it goes on
     words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(elsewhere))
     assert ask(*words, job=f"{ALIVE}\nComment={comment}")[0] == f"begun {elsewhere}/jobs/life-0002" and not ask.note
 
 
 def test_a_cancelled_job_is_not_tried_on_another_node(ask: Ask, tmp_path: Path) -> None:
     words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(tmp_path / "run"))
-    line, told = ask(*words, job="JobState=COMPLETING Reason=None Requeue=1\n   Comment=allattn: begun")
+    line, told = ask(*words, job="JobState=COMPLETING Reason=None Requeue=1\n   Comment=allattn: begun on n1")
     assert line == "leave" and "ended by others" in told and not ask.note
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("comment", ["", "\n   Comment=(null)", "\n   Comment=allattn, begun again"])
+@pytest.mark.parametrize("comment", ["", "\n   Comment=(null)", "\n   Comment=allattn: lacking on n1"])
 def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: Path, comment: str) -> None:
     run = tmp_path / "run"
     line, told = ask("begin", "--job", "7", "--restart", "1", "--", "--save", str(run), job=f"{ALIVE}{comment}")
-    assert line == f"begun {run}/jobs/life-0001" and ask.note == "allattn: begun"
+    assert line == f"begun {run}/jobs/life-0001" and not ask.note
     assert f"life 1 of {run}, job 7: goes on from step 0; what" in told
 
 
