@@ -14,6 +14,7 @@ of it from their standard input. Exit code 0, or 2 for a mistake
 """
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -60,13 +61,15 @@ def _parser(command: str) -> ToolParser:
 
 def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     """A life begins, unless the job is given up or somebody else is at the run folder."""
-    job, seen = arguments.submitted(words), Job.parse(sys.stdin.read())
+    job, seen = arguments.submitted(words), _seen()
     history = History(job.run_folder)
     if given.signal_seconds is not None and seen.time_limit is not None:
         margin.check_time(given.signal_seconds, seen.time_limit, f"{seen.time_limit // 60}")
     first = remembered.begun_on(seen.comment)
-    if given.restart > 0 and first is not None and not history.tells_of(given.job):
-        return _blind(history, seen, f"job {given.job}, which began on {first}")
+    if given.restart > 0 and not history.tells_of(given.job):
+        if first is not None:
+            return _blind(history, seen, given, first)
+        _say(f"note: nothing tells of an earlier life of job {given.job}, neither {history.folder} nor its comment")
     busy = _wait_for_lock(job.run_folder, given.lock_seconds)
     if busy is not None and given.restart == 0:
         raise busy
@@ -92,14 +95,21 @@ def begin(given: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _blind(history: History, seen: Job, job: str) -> int:
-    """Another node is tried in place of this one, on which the job would begin anew."""
+def _seen() -> Job:
+    """What SLURM says of the job."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # its comment may be in any encoding
+    return Job.parse(sys.stdin.read())
+
+
+def _blind(history: History, seen: Job, given: argparse.Namespace, first: str) -> int:
+    """Another node is tried in place of this one, on which the job would begin anew. first: on which it has begun."""
     host, tried = node_name(), remembered.tries(seen.comment)
-    reason = f"nothing in {history.folder} on {host} tells of {job}"
+    reason = f"nothing in {history.folder} on {host} tells of job {given.job}, which began on {first}"
     if not seen.running:  # a requeue would undo it
         return _answer(Next(action="leave", reason=f"the job was ended by others, and {reason}"))
-    if tried >= BLIND:
-        reason += f", and {tried} nodes are left out for that already: look which of them share that folder"
+    if tried >= BLIND or given.restart >= given.max_lives:  # SLURM may refuse to note how many there were
+        reason += f", and {tried or 'other'} nodes are left out for that already: look which of them share that folder"
         return _answer(Next(action="stop", reason=reason, exit_code=1))
     _answer(Next(action="requeue", reason=reason, exclude=(*seen.excluded, host)))
     print(f"{remembered.UNSEEN} {host}")
@@ -109,7 +119,7 @@ def _blind(history: History, seen: Job, job: str) -> int:
 def nodes(given: argparse.Namespace, words: Sequence[str]) -> int:
     """On which nodes to train."""
     assert not words
-    seen = Job.parse(sys.stdin.read())
+    seen = _seen()
     history, number = _history(given.life)
     lives = history.lives(given.job)
     if not seen.running:  # and the checks have been ended with it
@@ -135,7 +145,7 @@ def next_(given: argparse.Namespace, words: Sequence[str]) -> int:
     """What follows a life whose training is over."""
     assert not words
     history, number = _history(given.life)
-    seen = Job.parse(sys.stdin.read())
+    seen = _seen()
     how, reason = endings.how_it_ended(history.run_folder, given.life, given.asked, seen)
     history.end(number, how, reason)
     if how in ("failed", "mistake", "guard"):

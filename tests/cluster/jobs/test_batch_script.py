@@ -312,8 +312,9 @@ def test_a_life_whose_end_cannot_be_written_is_followed_by_another(stage: Stage)
     history.rename(history.with_name("kept"))
     history.mkdir()
     process.send_signal(signal.SIGUSR1)
-    assert "error: " in stage.finish(process, code=0)
-    assert stage.orders == [["requeue", "41"]]
+    told = stage.finish(process, code=0)
+    assert f"error: {sys.executable} gave no answer on n1 to what follows; its last words are above\n" in told
+    assert told.endswith("job 41 is requeued\n") and stage.orders == [["requeue", "41"]]
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("guard", 4), ("failed", 2)])
@@ -412,7 +413,8 @@ def test_a_node_that_does_not_see_the_checkout_any_more_is_left_out_once(stage: 
     stage.run(variables=again, excluded="n[7-9]")
     orders = [
         ["requeue", "41"],
-        ["update", "JobId=41", "ExcNodeList=n[7-9],n4", "Comment=allattn: lacking on n4"],
+        ["update", "JobId=41", "ExcNodeList=n[7-9],n4"],
+        ["update", "JobId=41", "Comment=allattn: lacking on n4"],
     ]
     assert stage.orders == orders
     stage.run(code=2, variables=again | {"SLURM_RESTART_COUNT": "2", "SLURMD_NODENAME": "n5"}, excluded="n[4,7-9]")
@@ -499,10 +501,11 @@ def test_a_node_that_does_not_see_the_run_is_noted_behind_the_users_own_comment(
     )
     assert stage.orders[2:] == [
         ["requeue", "41"],
-        ["update", "JobId=41", "ExcNodeList=n4", f"Comment={begun}; allattn: unseen on n4"],
+        ["update", "JobId=41", "ExcNodeList=n4"],
+        ["update", "JobId=41", f"Comment={begun}; allattn: unseen on n4"],
     ]
     (stage.folder / "hidden").rename(stage.folder / "run")
-    assert "life 2 of" in stage.run(variables=again) and len(stage.orders) == 4
+    assert "life 2 of" in stage.run(variables=again) and len(stage.orders) == 5
 
 
 def test_how_early_it_is_told_to_stop_may_be_told(stage: Stage) -> None:
@@ -528,6 +531,6 @@ def test_an_answer_is_not_waited_for_till_the_end_of_the_job(stage: Stage, tmp_p
     began = time.monotonic()
     assert stage.run(code=2, variables=variables) == f"error: {hanging} gave no answer on n4\n"
     stage.run(variables=variables | {"SLURM_RESTART_COUNT": "1"})
-    orders = [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4", "Comment=allattn: lacking on n4"]]
-    assert stage.orders == orders
+    noted = ["update", "JobId=41", "Comment=allattn: lacking on n4"]
+    assert stage.orders == [["requeue", "41"], ["update", "JobId=41", "ExcNodeList=n4"], noted]
     assert time.monotonic() - began < 200

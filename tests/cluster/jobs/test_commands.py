@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from megatron_allattn.checkpoint.folder import begin, commit
 from megatron_allattn.checkpoint.lock import RunLock
 from megatron_allattn.cluster.jobs.__main__ import main
 from megatron_allattn.config import parse
+from tests.support.commands import ROOT, environment
 
 ALIVE = "JobState=RUNNING Reason=None Requeue=1 ExcNodeList=(null)"
 
@@ -152,6 +155,13 @@ def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     assert ask(*words, job=f"{ALIVE}\nComment={comment}")[0] == f"begun {elsewhere}/jobs/life-0002" and not ask.note
 
 
+def test_nodes_are_tried_no_more_often_than_a_job_lives(ask: Ask, tmp_path: Path) -> None:
+    """Where SLURM keeps no further note, as at the end of a comment's length."""
+    words = ("begin", "--job", "7", "--max-lives", "20", "--restart", "20", "--", "--save", str(tmp_path / "run"))
+    line, told = ask(*words, job=f"{ALIVE}\n   Comment=allattn: begun on n1")
+    assert line == "stop 1" and "other nodes are left out for that already" in told
+
+
 def test_a_cancelled_job_is_not_tried_on_another_node(ask: Ask, tmp_path: Path) -> None:
     words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(tmp_path / "run"))
     line, told = ask(*words, job="JobState=COMPLETING Reason=None Requeue=1\n   Comment=allattn: begun on n1")
@@ -165,6 +175,20 @@ def test_a_job_that_was_requeued_before_it_had_begun_begins(ask: Ask, tmp_path: 
     line, told = ask("begin", "--job", "7", "--restart", "1", "--", "--save", str(run), job=f"{ALIVE}{comment}")
     assert line == f"begun {run}/jobs/life-0001" and not ask.note
     assert f"life 1 of {run}, job 7: goes on from step 0; what" in told
+    assert f"note: nothing tells of an earlier life of job 7, neither {run}/jobs nor its comment\n" in told
+
+
+def test_a_comment_may_be_in_any_encoding(tmp_path: Path) -> None:
+    words = ["begin", "--job", "7", "--", "--save", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_allattn.cluster.jobs", *words],
+        input=f"{ALIVE}\n   Comment=".encode() + b"\xfcx; allattn: begun on n1\n",
+        env=environment({"PYTHONIOENCODING": "utf-8:strict"}),
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, f"begun {tmp_path}/run/jobs/life-0001\n"), done.stderr
 
 
 def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(ask: Ask, tmp_path: Path) -> None:
