@@ -68,10 +68,14 @@ class Limits:
     idle: int = 10
 
 
+RUNNING = ("RUNNING", "CONFIGURING", "RESIZING", "SIGNALING", "STOPPED", "SUSPENDED")
+"""States of a job that runs: `scontrol show job` names what is done to it meanwhile in place of RUNNING."""
+
 _WORDS_OF_PEOPLE = (
     "Comment=",
     "AdminComment=",
     "SystemComment=",
+    "Extra=",
     "Command=",
     "WorkDir=",
     "StdErr=",
@@ -113,7 +117,7 @@ class Job:
             raise usage_error("scontrol", text, "says nothing of a job's state", "look at what it prints")
         left_out, limit = words.get("ExcNodeList", "(null)"), words.get("TimeLimit", "")
         return cls(
-            running=words["JobState"] == "RUNNING",
+            running=words["JobState"] in RUNNING,
             out_of_time=words.get("Reason") == "TimeLimit" or words["JobState"] == "TIMEOUT",
             requeue=words.get("Requeue", "1") != "0",
             excluded=() if left_out == "(null)" else tuple(expand_nodes(left_out, "ExcNodeList")),
@@ -142,7 +146,9 @@ class History:
         self._path = self.folder / HISTORY
 
     def tells_of(self, job: str) -> bool:
-        """Whether a life of this job has begun here."""
+        """Whether a life of this job has begun here; lives without a history are of one that was moved away."""
+        if not self._path.exists():
+            return any(self.folder.glob("life-*"))
         return any(record["kind"] == "begin" and record["job"] == job for record in self._records())
 
     @property

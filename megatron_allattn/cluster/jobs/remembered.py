@@ -12,7 +12,7 @@ UNSEEN = "allattn: unseen on"
 
 def begun_on(comment: str) -> str | None:
     """The node of the batch script in the life that was the first to train; None before that."""
-    found = re.search(r"allattn: begun on (\S+?)(;|$)", comment.strip())
+    found = re.search(r"allattn: begun on ([^\s;]+)", comment)
     return found[1] if found else None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_allattn.cluster.jobs.lives import RUNNING
 from tests.support.commands import ROOT, environment
 
 TEXT = (ROOT / "launch" / "pretrain.sbatch").read_text()
@@ -427,7 +428,16 @@ def test_a_cancelled_job_is_not_tried_on_another_node(stage: Stage, tmp_path: Pa
     assert stage.orders == [] and told.endswith("not requeued: job 41 was ended by others\n")
 
 
-@pytest.mark.parametrize(("outcome", "requeued"), [("COMPLETING", False), ("TIMEOUT", True)])
+@pytest.mark.parametrize(
+    ("outcome", "requeued"),
+    [
+        ("COMPLETING", False),
+        ("CANCELLED", False),
+        ("TIMEOUT", True),
+        ("COMPLETING Reason=TimeLimit", True),
+        *((state, True) for state in RUNNING),
+    ],
+)
 def test_a_job_that_is_cancelled_while_it_is_decided_is_not_requeued(
     stage: Stage, tmp_path: Path, outcome: str, requeued: bool
 ) -> None:

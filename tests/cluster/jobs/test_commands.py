@@ -139,7 +139,7 @@ def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     start(ask, elsewhere)
     start(ask, run, job="6")  # of a run there before
-    comment = f"{own}; allattn: begun on n1" if own else "allattn: begun on n1"
+    comment = f"{own}; allattn: begun on n1" if own else "allattn: begun on n1 and gone"
     for host in ("n4", "n5", "n2"):
         monkeypatch.setenv("SLURMD_NODENAME", host)
         words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(run))
@@ -153,6 +153,15 @@ def test_a_node_that_does_not_see_what_the_job_has_done_is_left_out(
     # a node that sees it goes on
     words = ("begin", "--job", "7", "--restart", "9", "--", "--save", str(elsewhere))
     assert ask(*words, job=f"{ALIVE}\nComment={comment}")[0] == f"begun {elsewhere}/jobs/life-0002" and not ask.note
+
+
+def test_a_history_that_was_moved_away_is_no_folder_that_is_not_seen(ask: Ask, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start(ask, run)
+    (run / "jobs/lives.jsonl").rename(tmp_path / "kept")
+    words = ("begin", "--job", "7", "--restart", "1", "--", "--save", str(run))
+    line, _ = ask(*words, job=f"{ALIVE}\n   Comment=allattn: begun on n1")
+    assert line == f"begun {run}/jobs/life-0001"
 
 
 def test_nodes_are_tried_no_more_often_than_a_job_lives(ask: Ask, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_left_out_nodes_join_those_of_the_submission() -> None:
         ("JobState=COMPLETING Reason=TimeLimit", Job(running=False, out_of_time=True)),
         ("JobState=TIMEOUT Reason=TimeLimit", Job(running=False, out_of_time=True)),
         ("JobState=CANCELLED Reason=None", Job(running=False)),
+        ("JobState=SIGNALING Reason=None", Job(running=True)),
     ],
 )
 def test_what_slurm_says(text: str, expected: Job) -> None:
