@@ -9,8 +9,7 @@
 
 Each may say instead what becomes of the job: `requeue`, `requeue NODES` (that it leaves out from then on), `stop CODE`
 or `leave`. A second line is to be added to the job's comment (remembered.py). They read what `scontrol show job` says
-of it from their standard input. Exit code 0, or 2 for a mistake
-(`stop 2`): the line is printed.
+of it from their standard input. Exit code 0, or 2 for a mistake (`stop 2`): the line is printed.
 """
 
 import argparse
